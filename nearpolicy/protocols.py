@@ -1,0 +1,148 @@
+"""The seams. Each protocol states its contract; `tests/contract` runs one suite against every implementation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from nearpolicy.randomness import Stream
+from nearpolicy.rollout import Array, Batch, Prefix, Prompt, Rollout, Score
+
+
+class LogProbs(NamedTuple):
+    """What a policy says of a batch."""
+
+    logp_BT: Tensor
+    """log pi(token[b, t] | tokens[b, <t]) at the row's temperature, float32 [B, T]; 0 outside the response."""
+    entropy_BT: Tensor
+    """Entropy of that distribution, float32 [B, T], detached; 0 outside the response."""
+
+
+class Policy(Protocol):
+    """A causal language model that can be trained.
+
+    `score` carries gradient when autograd is on, returns float32, and agrees for a row alone, padded, packed or prompt-shared.
+    """
+
+    def score(self, batch: Batch) -> LogProbs:
+        """Log-probs and entropies of every response token."""
+        ...
+
+
+class Teacher(Protocol):
+    """A fixed model that scores responses for distillation."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+        """float32 [T] for each rollout: exactly one log-prob for each response token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One group to sample."""
+
+    ticket: int
+    """Ledger ticket; becomes `Rollout.group` and keys the randomness."""
+    prompt: Prompt
+    attempt: int = 0
+    prefixes: Sequence[Prefix | None] | None = None
+    """One for each of the n samples, or None: everything is sampled."""
+    first_sample: int = 0
+    """Index of the first sample, for groups that are topped up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample. Log-probs are of the temperature-scaled distribution, before top-p and top-k."""
+
+    max_tokens: int
+    """Largest response length, a prefix included."""
+    temperature: float = 1.0
+    """0 is greedy (evaluation only): log-probs are then those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    """Any of these ends a response (the token is part of it)."""
+    stop_strings: tuple[str, ...] = ()
+    """Any of these in the decoded response ends it, at the token that completes it."""
+    entropy: bool = False
+    """Also return the entropy at each token."""
+    stream: Stream = Stream.ROLLOUT
+    seed: int = 0
+    """Run seed of the randomness keys."""
+
+
+class Sampler(Protocol):
+    """Writes responses.
+
+    Contract: n rollouts for each request, in request order, samples in order. Every sampled token carries `version` and its exact
+    log-prob under the loaded weights; prefix tokens keep theirs. Draws depend on (seed, stream, ticket, sample, attempt, position)
+    alone. `stop` is EOS, LENGTH or STOP_STRING as the engine saw it; a prefix that had stopped stays as it is.
+    """
+
+    version: int
+    """Version of the loaded weights."""
+
+    def sample(self, requests: Sequence[Request], n: int, params: SamplingParams) -> list[Rollout]:
+        """n rollouts a request, flat, in request order."""
+        ...
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample from these weights (Hugging Face names) from now on. They are read before it returns."""
+        ...
+
+
+class Verifier(Protocol):
+    """Scores responses; total over `ScoreItem`s: never raises, never hangs, one Score each, in order."""
+
+    def score(self, items: Sequence["ScoreItem"]) -> list[Score]:
+        """One score an item, within the deadline for each."""
+        ...
+
+    def close(self) -> None:
+        """End the workers; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreItem:
+    """A response to score. Picklable: it travels to a worker process."""
+
+    prompt: Any
+    """The prompt as the data row gave it: a string or messages."""
+    completion: str
+    columns: Mapping[str, Any]
+    token_T: Sequence[int] = ()
+
+
+class RolloutSource(Protocol):
+    """Decides who writes which part of a response."""
+
+    def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
+        """n rollouts for each (ticket, prompt, attempt), grouped."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next call depends on (JSON values and tensors)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        ...
+
+
+class Schedule(Protocol):
+    """Decides when which data is trained on."""
+
+    def next(self, version: int) -> Batch:
+        """The batch of the next optimizer update, given how many updates the policy contains."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next batch depends on, a half-used rollout batch included."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        ...
