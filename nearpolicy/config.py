@@ -1,0 +1,531 @@
+"""The configuration: one frozen tree, parsed once from TOML files and `key=value` overrides; below it there are only arguments.
+
+Unknown keys are refused with the nearest known one. Unions are tagged by `kind`. Method options are checked by the method's own row
+(`nearpolicy.methods`), where their defaults live.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from nearpolicy.errors import UsageError, nearest
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+def _none(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+Off = BeforeValidator(_none)
+"""TOML has no null: the word "none" switches off what is on by default."""
+Real = Annotated[float, BeforeValidator(_finite)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class Lora(_Section):
+    """Low-rank adapters (extra `lora`)."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each adapter."""
+    alpha: Real = Field(32.0, gt=0)
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: Real = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input. Anything above 0 makes sampler and trainer disagree."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Modules that get an adapter, by name."""
+
+
+class Model(_Section):
+    """What is trained."""
+
+    path: str = "tiny"
+    """A Hugging Face folder, or `tiny` (shipped), or `smollm2` (extra; converted once into the user's cache)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. Master weights are float32. `auto` takes bfloat16 only where the hardware is faster at it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    shared_prompts: Literal["auto", "off"] = "auto"
+    """Compute the prompt of a group once in the update, where that saves work."""
+    lora: Lora | None = None
+    """Train low-rank adapters instead of all weights."""
+
+
+class Reward(_Section):
+    """One reward function."""
+
+    function: str
+    """`exact`, `number`, `math_verify`, `arithmetic`, or an import path `package.module:function` or `file.py:function` with the signature
+    (prompts, completions, **columns) -> list of float or None."""
+    weight: Real = 1.0
+    """Its weight in the sum over the functions that did not abstain."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments handed to it."""
+
+
+class _Task(_Section):
+    system_prompt: str | None = None
+    """Put in front of every prompt as a system message."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Render prompts with the tokenizer's chat template; `auto` does so when it has one."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the template (for example `enable_thinking = false`)."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """What to do with a longer one."""
+    heldout: int = Field(256, ge=0)
+    """Held-out prompts for evaluation."""
+    rewards: tuple[Reward, ...] = ()
+    """Reward functions; empty takes the task's own."""
+    workers: int = Field(1, ge=1)
+    """Reward worker processes."""
+    deadline: Real = Field(5.0, gt=0)
+    """Seconds a reward may take for one response before its worker is killed."""
+
+
+class ArithmeticTask(_Task):
+    """A labelled chain of one-digit operations with a scratchpad; endless, made on the fly."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    modulus: int = Field(5, ge=2, le=10)
+    """Digits are taken modulo this."""
+    num_ops: int = Field(8, ge=1, le=8)
+    """Operations in the chain."""
+    strategies: int | None = None
+    """Set to 3 for the variant with a leading strategy digit and a hidden key."""
+
+
+class ReasoningGymTask(_Task):
+    """Any reasoning-gym data set (extra `gym`)."""
+
+    kind: Literal["reasoning_gym"]
+    name: str
+    """Name of the data set, for example `products`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of its generator."""
+
+
+class RowsTask(_Task):
+    """Rows from JSONL (plain or compressed), Parquet (extra `parquet`) or a Hugging Face data set folder (extra `datasets`)."""
+
+    kind: Literal["rows"]
+    path: str
+    """File or folder of the training rows."""
+    heldout_path: str | None = None
+    """File or folder of the held-out rows; None splits `heldout` rows off by a keyed hash."""
+    prompt_column: str | None = None
+    """Column of the prompt; None looks for prompt, question, problem or messages."""
+    answer_column: str | None = None
+    """Column of the answer; None looks for answer, ground_truth or solution."""
+
+
+Task = Annotated[ArithmeticTask | ReasoningGymTask | RowsTask, Field(discriminator="kind")]
+
+
+class Rollout(_Section):
+    """What is sampled."""
+
+    source: Literal["fresh"] = "fresh"
+    """Who writes the responses: `fresh` = the current policy writes all of each."""
+    prompts: int = Field(64, ge=1)
+    """Prompts in a rollout batch (P)."""
+    group_size: int = Field(8, ge=1)
+    """Responses to each prompt (G)."""
+    max_tokens: int = Field(64, ge=1)
+    """Longest response."""
+    temperature: Real = Field(1.0, gt=0)
+    """Sampling temperature; log-probs are of the scaled distribution in sampler and trainer alike."""
+    top_p: Real = Field(1.0, gt=0, le=1)
+    """Must be 1 in training: importance weights need the full distribution."""
+    stop_strings: tuple[str, ...] = ()
+    """Any of these ends a response."""
+    max_rows: int = Field(512, ge=1)
+    """Responses decoded at the same time."""
+    dynamic_sampling: bool = False
+    """Reject groups whose rewards are all equal and draw others (DAPO)."""
+    max_redraws: int = Field(8, ge=1)
+    """Rounds of redrawing before the run stops with a clear message."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """Tokens before `max_tokens` over which the soft length penalty grows to -1 (DAPO); None = off."""
+    mask_truncated: bool = False
+    """Leave responses cut by the limit out of the loss."""
+
+
+class SyncSchedule(_Section):
+    """Sample a batch, reuse it for N sequential updates, sample again."""
+
+    kind: Literal["sync"] = "sync"
+    updates_per_rollout: int = Field(1, ge=1)
+    """Updates each rollout batch is split into (N). N = 1 is on-policy; the last mini-batch is N - 1 updates old."""
+
+
+class Method(BaseModel):
+    """The row that weighs tokens, by name, and its options (`nearpolicy methods` lists them)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    name: str = "vespo"
+    """Name of the row."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options given; defaults live in the row."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class Ratio(_Section):
+    """Against what the current policy is weighed."""
+
+    denominator: Literal["behavior", "proximal"] = "behavior"
+    """`behavior`: log-probs of the sampler; `proximal`: the trainer's own recomputation at the start of the rollout batch."""
+    scope: Literal["response", "segment"] = "response"
+    """Whether sequence weights run over the whole response or over the token's own segment."""
+
+
+class Advantage(_Section):
+    """From rewards to advantages."""
+
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    """What is subtracted inside a group."""
+    normalize_std: bool | None = None
+    """Divide by the group's standard deviation; None takes the method's own habit."""
+
+
+class Train(_Section):
+    """The optimizer."""
+
+    steps: int = Field(100, ge=1)
+    """Optimizer updates."""
+    lr: Real = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup: int = Field(0, ge=0)
+    """Updates of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    min_lr: Real = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    betas: tuple[Real, Real] = (0.9, 0.999)
+    """Adam's moment decays."""
+    weight_decay: Real = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    grad_clip: Annotated[Annotated[Real, Field(gt=0)] | None, Off] = 1.0
+    """Largest global gradient norm; "none" = off."""
+    token_budget: int = Field(16384, ge=1)
+    """Tokens (padding included) in one forward and backward pass. Loss and gradient do not depend on it."""
+    kl_coefficient: Real = Field(0.0, ge=0)
+    """Weight of the KL penalty to the initial model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimator of that penalty; each has the gradient of KL(policy || reference)."""
+    entropy_coefficient: Real = 0.0
+    """Weight of the entropy bonus."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError("betas must lie in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError("min_lr must not exceed lr")
+        return self
+
+
+class Eval(_Section):
+    """Evaluation on the held-out prompts."""
+
+    every: int = Field(20, ge=0)
+    """Updates between evaluations; 0 = only at the end."""
+    samples: int = Field(1, ge=1)
+    """Responses to each held-out prompt (n)."""
+    k: tuple[int, ...] = (1,)
+    """The k of pass@k; each at most `samples`."""
+    temperature: Real = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: Real = Field(1.0, gt=0, le=1)
+    """Nucleus; below 1 is fine in evaluation."""
+    greedy: bool = False
+    """Also report the greedy response's score."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(k < 1 or k > self.samples for k in self.k):
+            raise ValueError(f"each k must lie in 1..samples = {self.samples}")
+        return self
+
+
+class Checkpoint(_Section):
+    """When the run can be gone on from."""
+
+    every: int = Field(100, ge=1)
+    """Updates between checkpoints; the last update always writes one."""
+    keep: Annotated[Annotated[int, Field(ge=1)] | None, Off] = 3
+    """Newest checkpoints kept (one from before an alarm is kept besides); "none" keeps all."""
+
+
+class Log(_Section):
+    """What is recorded."""
+
+    every: int = Field(1, ge=1)
+    """Updates between lines of metrics.jsonl."""
+    rollouts_every: int = Field(50, ge=0)
+    """Updates between recorded sample responses; 0 = never."""
+    rollouts: int = Field(8, ge=1)
+    """Responses recorded each time."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Further trackers (extras); metrics.jsonl is always written."""
+
+
+class Config(_Section):
+    """A run."""
+
+    seed: int = Field(0, ge=0)
+    """Everything random is a function of this."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:0` ...; `auto` takes a GPU when there is one."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; None leaves torch's own choice, or one for models too small to share."""
+    model: Model = Model()
+    task: Task = ArithmeticTask()
+    rollout: Rollout = Rollout()
+    schedule: SyncSchedule = SyncSchedule()
+    method: Method = Method()
+    ratio: Ratio = Ratio()
+    advantage: Advantage = Advantage()
+    train: Train = Train()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`a.b=1` -> (["a", "b"], 1). The value is TOML; a bare word is taken as a string.
+
+    Raises:
+        UsageError: no `=`, an empty key, or a value that is neither TOML nor a bare word.
+    """
+    key, sep, value = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not sep or not all(path):
+        raise UsageError(
+            "override", got=repr(text), expected="key=value, for example train.lr=1e-5", do="Write the dotted key, '=' and a TOML value."
+        )
+    try:
+        return path, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r"[\w./:@~+ -]*", value):
+            return path, value.strip()
+        raise UsageError(key, got=repr(value), expected="a TOML value", do='Quote strings: key="text".') from None
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer `over` on `base`. A table whose `kind` (or method `name`) changes keeps only what the new variant knows."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            tag = next((t for t in ("kind", "name") if t in value), None)
+            if key == "method" and tag and value[tag] != old.get(tag):
+                old = {}
+            elif key in _VARIANTS and tag == "kind" and value[tag] != old.get(tag, _VARIANTS[key][0]):
+                fields = _VARIANTS[key][1].get(str(value[tag]))
+                old = {k: v for k, v in old.items() if fields is not None and k in fields}
+            out[key] = _merge(dict(old), value)
+        else:
+            out[key] = dict(value) if isinstance(value, Mapping) else value
+    return out
+
+
+_VARIANTS: dict[str, tuple[str, dict[str, set[str]]]] = {
+    "task": (
+        "arithmetic",
+        {"arithmetic": set(ArithmeticTask.model_fields), "reasoning_gym": set(ReasoningGymTask.model_fields), "rows": set(RowsTask.model_fields)},
+    ),
+    "schedule": ("sync", {"sync": set(SyncSchedule.model_fields)}),
+}
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted leaf key, for error hints and the reference page."""
+    out: list[str] = []
+    for name, field in model.model_fields.items():
+        variants = [t for t in _section_types(field.annotation) if t is not Reward]
+        if variants:
+            for variant in variants:
+                out += [k for k in known_keys(variant, f"{prefix}{name}.") if k not in out]
+        else:
+            out.append(prefix + name)
+    return out
+
+
+def _section_types(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [t for arg in getattr(annotation, "__args__", ()) for t in _section_types(arg)]
+
+
+def _explain(error: ValidationError) -> UsageError:
+    """One line for everything pydantic found."""
+    known = known_keys()
+    parts, hints = [], []
+    for e in error.errors():
+        loc = [str(p) for p in e["loc"]]
+        for section, (_, variants) in _VARIANTS.items():
+            if len(loc) > 1 and loc[0] == section and loc[1] in variants:
+                del loc[1]
+        key = ".".join(loc)
+        if e["type"] == "extra_forbidden":
+            parts.append(f"{key} is no known key")
+            hint = nearest(key, known)
+            hints += [hint] if hint.startswith("Did") else []
+        elif e["type"] == "union_tag_invalid":
+            parts.append(f"{key}.kind = {e['ctx']['tag']!r}")
+            hints.append(nearest(str(e["ctx"]["tag"]), _VARIANTS[loc[0]][1]))
+        else:
+            parts.append(f"{key} = {e['input']!r} ({e['msg'].removeprefix('Value error, ')})" if e["type"] != "missing" else f"{key} is missing")
+    hint = " ".join(dict.fromkeys(hints)) or "See `nearpolicy check` for the resolved tree and docs/reference for every key."
+    return UsageError("configuration", got="; ".join(parts), expected="known keys with values in range", do=hint)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a tree; a byte-order mark is skipped. Raises UsageError with the line when it does not parse."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(str(path), got=f"no TOML: {error}", expected="a TOML file", do="Mend that line.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(str(path), got=str(error), expected="a readable TOML file", do="Check the path.") from None
+
+
+def recipe_names() -> list[str]:
+    """Recipes that ship with the package."""
+    return sorted(p.stem for p in RECIPES.glob("*.toml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A shipped recipe by name, or a file. Raises UsageError naming the nearest recipe."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    shipped = RECIPES / f"{name}.toml"
+    if shipped.exists():
+        return shipped
+    raise UsageError(
+        f"recipe {name!r}", got="no such recipe", expected="a recipe's name, a .toml file or key=value", do=nearest(name, recipe_names())
+    )
+
+
+def load_config(*parts: str) -> Config:
+    """Layer recipes, TOML files and `key=value` overrides from left to right.
+
+    Example: `load_config("tiny", "mine.toml", "train.lr=1e-4")`.
+    Raises:
+        UsageError: an unknown key, recipe or value out of range; one line naming all offenders.
+    """
+    return resolve(layers(parts))
+
+
+def layers(parts: Iterable[str]) -> list[dict[str, Any]]:
+    """The trees of each part, to be merged in order."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        if "=" in part and not part.endswith(".toml"):
+            path, value = parse_override(part)
+            tree: dict[str, Any] = {path[-1]: value}
+            for key in reversed(path[:-1]):
+                tree = {key: tree}
+            out.append(tree)
+        else:
+            out.append(read_toml(find_recipe(part)))
+    return out
+
+
+def resolve(trees: Sequence[Mapping[str, Any]]) -> Config:
+    """Merge and validate."""
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        merged = _merge(merged, tree)
+    if isinstance(merged.get("task"), dict):
+        merged["task"].setdefault("kind", "arithmetic")
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, for a resume with another configuration."""
+    out: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            out += changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            out.append(f"{prefix}{key}")
+    return out
+
+
+def to_tree(config: BaseModel) -> dict[str, Any]:
+    """Plain TOML values of the whole tree. A None is left out where it is the default, and the word "none" elsewhere."""
+    out: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if value is not None:
+            out[name] = _plain(value)
+        elif field.default is not None:
+            out[name] = "none"
+    return out | _plain(config.__pydantic_extra__ or {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return to_tree(value)
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """The tree as TOML text; `read` gives it back."""
+    lines: list[str] = []
+    _write_table(tree, (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(tree: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    if path and any(not isinstance(v, Mapping) for v in tree.values()):
+        lines += ["", "[" + ".".join(_key(p) for p in path) + "]"]
+    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if not isinstance(v, Mapping)]
+    for k, v in tree.items():
+        if isinstance(v, Mapping):
+            _write_table(v, (*path, k), lines)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(v: Any) -> str:
+    if isinstance(v, bool):
+        return "true" if v else "false"
+    if isinstance(v, int | float):
+        return repr(v)
+    if isinstance(v, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_value(x)}" for k, x in v.items()) + "}"
+    if isinstance(v, list | tuple):
+        return "[" + ", ".join(_value(x) for x in v) + "]"
+    escaped = "".join(c if c >= " " and c not in '"\\\x7f' else f"\\u{ord(c):04x}" for c in str(v))
+    return f'"{escaped}"'
