@@ -506,12 +506,12 @@ def to_toml(tree: Mapping[str, Any]) -> str:
 
 
 def _write_table(tree: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    if path and any(not isinstance(v, Mapping) for v in tree.values()):
+    tables = {k: v for k, v in tree.items() if isinstance(v, Mapping) and v}
+    if path and len(tables) < len(tree):
         lines += ["", "[" + ".".join(_key(p) for p in path) + "]"]
-    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if not isinstance(v, Mapping)]
-    for k, v in tree.items():
-        if isinstance(v, Mapping):
-            _write_table(v, (*path, k), lines)
+    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if k not in tables]
+    for k, v in tables.items():
+        _write_table(v, (*path, k), lines)
 
 
 def _key(name: str) -> str:

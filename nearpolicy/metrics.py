@@ -239,9 +239,9 @@ for _row in (
     ("eval/length", "tokens", "none", "mean response length on the held-out prompts", None),
     # responses
     ("response/length", "tokens", "none", "mean response length of the rollout batch", "completions/mean_length"),
+    ("response/length_max", "tokens", "none", "longest response of the rollout batch", "completions/max_length"),
     ("response/truncated_frac", "fraction", "down", "responses cut by the length limit", "completions/clipped_ratio"),
-    ("response/repetition", "fraction", "down", "share of response tokens that repeat one of the last 4-grams of their own response", None),
-    ("response/logp_mean", "nats", "none", "mean behaviour log-prob per token (minus the rollout log-perplexity)", None),
+    ("response/repetition", "fraction", "down", "share of a response's 4-grams that occurred earlier in it", None),
     ("response/log_perplexity", "nats", "none", "minus the mean behaviour log-prob per response token", None),
     # policy
     ("policy/entropy", "nats", "band", "mean entropy of the next-token distribution at the trained tokens, current policy", "entropy"),
@@ -273,6 +273,7 @@ for _row in (
     ("stale/age_max", "updates", "down", "largest age trained on", None),
     # data flow
     ("data/groups_rejected", "groups", "down", "groups rejected by dynamic sampling", None),
+    ("data/redraws", "rounds", "down", "rounds of redrawing that dynamic sampling needed", None),
     ("data/tokens_trained", "tokens", "none", "response tokens in the loss of this update", None),
     ("data/tokens_sampled", "tokens", "none", "response tokens decoded since the start", "num_tokens"),
     ("data/empty_rows", "rows", "down", "rows without a trained token", None),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from nearpolicy.metrics import Metrics
 from nearpolicy.randomness import Stream
 from nearpolicy.rollout import Array, Batch, Prefix, Prompt, Rollout, Score
 
@@ -113,7 +114,12 @@ class ScoreItem:
     """The prompt as the data row gave it: a string or messages."""
     completion: str
     columns: Mapping[str, Any]
-    token_T: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, prompt: Prompt, rollout: Rollout) -> "ScoreItem":
+        """What a reward function is told of a response to this prompt."""
+        columns = {k: v for k, v in prompt.columns.items() if k != "prompt"}
+        return cls(prompt=prompt.columns.get("prompt", prompt.text), completion=rollout.text, columns=columns)
 
 
 class RolloutSource(Protocol):
@@ -137,6 +143,10 @@ class Schedule(Protocol):
 
     def next(self, version: int) -> Batch:
         """The batch of the next optimizer update, given how many updates the policy contains."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """What was measured since the last call: rewards, responses, ages, times."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""Checkpoints: a plain Hugging Face folder with `trainer/` inside for exact resume.
+
+Written aside inside the run directory, flushed, then renamed into `checkpoints/`: what lies there is complete, or was damaged later,
+and `trainer/manifest.json` (size and SHA-256 of every file) tells. Nothing is unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nearpolicy.errors import CheckpointError
+from nearpolicy.records import join_arrays, split_arrays
+from nearpolicy.trainer.rundir import disk_error
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Everything besides the model folder that the next update depends on."""
+
+    step: int
+    optimizer: dict[str, Tensor]
+    master: dict[str, Tensor]
+    """Trained tensors at full precision, where the Hugging Face folder cannot hold them (adapters are merged there)."""
+    schedule: dict[str, Any]
+    """`Schedule.state_dict()`."""
+    extra: dict[str, Any]
+    """Alarms and clocks."""
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """checkpoints/step-000200."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def save_checkpoint(checkpoints: Path, state: TrainerState, save_model: Callable[[Path], None]) -> Path:
+    """Write a checkpoint.
+
+    Raises:
+        RunDirError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    target = step_folder(checkpoints, state.step)
+    aside = checkpoints.parent / f".writing-{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        trainer = aside / "trainer"
+        trainer.mkdir(parents=True)
+        save_model(aside)
+        tree, arrays = split_arrays(state.schedule, "schedule")
+        save_file(_contiguous(state.optimizer), trainer / "optimizer.safetensors")
+        save_file(_contiguous(state.master), trainer / "master.safetensors")
+        save_file(_contiguous(arrays), trainer / "schedule.safetensors")
+        document = {"format": FORMAT, "step": state.step, "schedule": tree, "extra": state.extra}
+        (trainer / "state.json").write_text(json.dumps(document), encoding="utf-8")
+        files = sorted(p for p in aside.rglob("*") if p.is_file())
+        manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
+        (trainer / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for path in [*files, trainer / "manifest.json"]:
+            _fsync(path)
+        shutil.rmtree(target, ignore_errors=True)  # only a damaged one can lie there; an earlier checkpoint covers this moment
+        os.rename(aside, target)
+        _fsync(checkpoints)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise disk_error(target, error if isinstance(error, OSError) else OSError(str(error))) from error
+    return target
+
+
+def load_checkpoint(folder: Path) -> TrainerState:
+    """The trainer's half of a checkpoint. Raises CheckpointError naming the file that is missing or damaged."""
+    verify(folder)
+    trainer = folder / "trainer"
+    document = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
+    if document.get("format") != FORMAT:
+        raise CheckpointError(str(folder), got=f"format {document.get('format')}", expected=str(FORMAT), do="Go on with the version that wrote it.")
+    return TrainerState(
+        step=int(document["step"]),
+        optimizer=load_file(trainer / "optimizer.safetensors"),
+        master=load_file(trainer / "master.safetensors"),
+        schedule=join_arrays(document["schedule"], load_file(trainer / "schedule.safetensors")),
+        extra=document["extra"],
+    )
+
+
+def verify(folder: Path) -> None:
+    """Raise CheckpointError unless every file of the manifest is there with its size and hash."""
+    manifest = folder / "trainer" / "manifest.json"
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise CheckpointError(str(folder), got="no readable trainer/manifest.json", expected="a complete checkpoint",
+                              do="Go on from an earlier checkpoint.") from None  # fmt: skip
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or _sha256(path) != digest:
+            raise CheckpointError(str(folder), got=f"{name} missing or damaged", expected="the file as it was written",
+                                  do="Go on from an earlier checkpoint.")  # fmt: skip
+
+
+def newest(checkpoints: Path, say: Callable[[str], None]) -> Path:
+    """The newest complete checkpoint; each damaged one passed over is said. Raises CheckpointError when none is left."""
+    folders = sorted((p for p in checkpoints.glob("step-*") if p.is_dir()), reverse=True) if checkpoints.is_dir() else []
+    for folder in folders:
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            say(f"passed over: {error}")
+            continue
+        return folder
+    raise CheckpointError(str(checkpoints), got=f"{len(folders)} damaged checkpoints" if folders else "no checkpoint", expected="a complete one",
+                          do="The run was stopped before its first checkpoint: start it again with another --out.")  # fmt: skip
+
+
+def prune(checkpoints: Path, keep: int | None, spared: set[int]) -> None:
+    """Delete all but the newest `keep` checkpoints and the spared steps, and leftovers of a killed writer."""
+    for leftover in checkpoints.parent.glob(".writing-step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return
+    folders = sorted(p for p in checkpoints.glob("step-*") if p.is_dir())
+    for folder in folders[:-keep]:
+        if int(folder.name.removeprefix("step-")) not in spared:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
+    """The optimizer's state as flat tensors `name/exp_avg`, `name/step`; `names` maps id(parameter) to its name."""
+    out: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            out[f"{names[id(parameter)]}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    return out
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str], tensors: dict[str, Tensor]) -> None:
+    """The inverse; raises CheckpointError on names that do not fit the model."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, slot = key.rpartition("/")
+        by_name.setdefault(name, {})[slot] = value
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    if set(by_name) - set(parameters):
+        odd = sorted(set(by_name) - set(parameters))[0]
+        raise CheckpointError(
+            "optimizer state", got=f"state of {odd!r}", expected="the model's parameters", do="Resume with the same model and adapters."
+        )
+    for name, state in by_name.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            slot: value if slot == "step" else value.to(parameter.device, parameter.dtype).reshape(parameter.shape) for slot, value in state.items()
+        }
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,173 @@
+"""One optimizer update. The only file that calls backward and reads values off the device."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearpolicy.errors import EngineError
+from nearpolicy.methods import Method, policy_loss
+from nearpolicy.metrics import Mean, Metrics, Sum, merge
+from nearpolicy.objective.stats import kl_penalty
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.rollout import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What the update is made of besides the method."""
+
+    denominator: str
+    scope: str | None
+    max_length: int
+    grad_clip: float | None
+    kl_coefficient: float
+    kl_estimator: str
+    entropy_coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an update gave."""
+
+    metrics: Metrics
+    weight_BT: Tensor
+    """Detached weights in the batch's row order, float32 [B, T]."""
+
+
+def learning_rate(step: int, *, peak: float, steps: int, warmup: int, decay: str, floor: float) -> float:
+    """Learning rate of update `step` (from 0): linear warm-up over `warmup` updates, then constant, linear or cosine down to `floor`.
+
+    The first update of a warm-up of w has peak / (w + 1), so that no update is wasted at 0; the last decayed update has `floor`.
+    """
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if decay == "constant":
+        return peak
+    done = (step - warmup) / max(steps - warmup - 1, 1)
+    share = 1 - done if decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (peak - floor) * share
+
+
+class Stepper:
+    """Weight, loss, backward, clip, step: loss and gradient do not depend on how rows are split into micro-batches."""
+
+    def __init__(
+        self, policy: HFPolicy, method: Method, optimizer: torch.optim.Optimizer, options: StepOptions, lr_at: Callable[[int], float]
+    ) -> None:
+        self.policy, self.method, self.optimizer, self.options, self.lr_at = policy, method, optimizer, options, lr_at
+
+    def update(self, batch: Batch, step: int) -> StepResult:
+        """Update number `step` (from 0) on this batch.
+
+        Raises:
+            EngineError: the gradient is not finite; the weights are then untouched.
+        """
+        start = time.perf_counter()
+        batch = batch.to(self.policy.device)
+        plan = self.policy.plan(batch)
+        counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+        statistics = self._statistics(batch, plan)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts: list[Metrics] = []
+        weight_BT = torch.zeros_like(batch.logp_behavior_BT)
+        for rows in plan:
+            metrics, weight = self._micro_batch(batch.rows(rows), counts, statistics)
+            weight_BT[rows, : weight.shape[1]] = weight
+            parts.append(metrics)
+        norm = self._step(step)
+        metrics = merge(parts)
+        metrics |= {
+            "train/grad_norm": Mean(norm, 1),
+            "train/lr": Mean(self.optimizer.param_groups[0]["lr"], 1),
+            "data/tokens_trained": Sum(counts["num_tokens"]),
+            "data/empty_rows": Sum(len(batch) - counts["num_sequences"]),
+            "time/update_s": Sum(time.perf_counter() - start),
+        }
+        return StepResult(metrics, weight_BT)
+
+    def _micro_batch(self, micro: Batch, counts: dict[str, int], statistics: dict[str, Tensor] | None) -> tuple[Metrics, Tensor]:
+        o = self.options
+        scores = self.policy.score(micro)
+        out = policy_loss(
+            self.method,
+            logp=scores.logp_BT,
+            **self._columns(micro),
+            num_tokens=counts["num_tokens"],
+            num_sequences=counts["num_sequences"],
+            statistics=statistics,
+            options=self._options(),
+        )
+        loss = out.loss
+        mask = micro.mask_BT.float()
+        tokens = max(counts["num_tokens"], 1)
+        metrics = dict(out.metrics)
+        if o.kl_coefficient:
+            assert micro.logp_reference_BT is not None
+            penalty = kl_penalty(scores.logp_BT, micro.logp_reference_BT, o.kl_estimator)
+            loss = loss + o.kl_coefficient * (penalty * mask).sum() / tokens
+            metrics["policy/kl_reference"] = Mean((kl_value(scores.logp_BT, micro.logp_reference_BT) * mask).sum(), mask.sum())
+        if o.entropy_coefficient:
+            loss = loss - o.entropy_coefficient * (scores.entropy_BT * mask).sum() / tokens
+        metrics["policy/entropy"] = Mean((scores.entropy_BT.detach() * mask).sum(), mask.sum())
+        loss.backward()
+        return metrics, out.weight
+
+    def _columns(self, batch: Batch) -> dict[str, Tensor | None]:
+        return {
+            "logp_behavior": batch.logp_behavior_BT,
+            "advantage": batch.advantage_BT,
+            "mask": batch.mask_BT,
+            "response_mask": batch.response_mask_BT,
+            "logp_proximal": batch.logp_proximal_BT,
+            "logp_teacher": batch.logp_teacher_BT,
+            "logp_reference": batch.logp_reference_BT,
+            "prefix_length": batch.prefix_length_B,
+            "off_policy": batch.off_policy_B,
+        }
+
+    def _options(self) -> dict[str, object]:
+        return {}
+
+    def _statistics(self, batch: Batch, plan: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
+        """What rows that look at the whole optimizer batch need; a forward pass without gradient when it is split."""
+        if not self.method.needs_statistics or len(plan) == 1:
+            return None
+        return self.method.prepare({"logp": score_all(self.policy, batch), **self._columns(batch)})
+
+    def _step(self, step: int) -> float:
+        parameters = self.policy.trainable_parameters()
+        limit = self.options.grad_clip
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise EngineError(
+                f"update {step + 1}", got=f"gradient norm {norm}", expected="a finite number",
+                do="The weights are as before this update. Lower train.lr, or look at the samples recorded last.",
+            )  # fmt: skip
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.tensor(norm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr_at(step)
+        self.optimizer.step()
+        return norm
+
+
+def kl_value(logp: Tensor, logp_reference: Tensor) -> Tensor:
+    """k3 estimate of KL(policy || reference) for each token, detached: never negative, whichever estimator trains."""
+    delta = (logp_reference - logp).detach()
+    return torch.expm1(delta) - delta
+
+
+@torch.no_grad()
+def score_all(policy: HFPolicy, batch: Batch) -> Tensor:
+    """Log-probs of a whole batch in its row order, micro-batch by micro-batch, float32 [B, T]."""
+    batch = batch.to(policy.device)
+    logp_BT = torch.zeros_like(batch.logp_behavior_BT)
+    for rows in policy.plan(batch):
+        part = policy.score(batch.rows(rows)).logp_BT
+        logp_BT[rows, : part.shape[1]] = part
+    return logp_BT

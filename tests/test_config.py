@@ -1,0 +1,114 @@
+"""Layering, overrides and refusals of the configuration."""
+
+import tomllib
+
+import pytest
+
+from nearpolicy.config import Config, changed_keys, find_recipe, known_keys, load_config, parse_override, recipe_names, to_toml, to_tree
+from nearpolicy.errors import UsageError
+
+
+def test_layers_left_to_right(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("﻿[train]\nlr = 1e-5\nsteps = 7\n", encoding="utf-8")
+    config = load_config("tiny", str(file), "train.steps=9", "method.name=grpo")
+    assert (config.train.lr, config.train.steps, config.method.name) == (1e-5, 9, "grpo")
+    assert config.rollout.prompts == load_config("tiny").rollout.prompts
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_and_comes_back(name):
+    config = load_config(name)
+    assert Config.model_validate(tomllib.loads(to_toml(to_tree(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["train.grad_clip=none", "checkpoint.keep=none"],
+        ["task.kind=reasoning_gym", "task.name=products", "task.options={min_digits=1}"],
+        ["model.lora.rank=4", 'task.system_prompt="a \\"quoted\\" \\n line"'],
+        ["method.name=vespo", "method.c_pos=[1, 2]", 'task.rewards=[{function="exact", weight=0.5}]'],
+    ],
+)
+def test_the_resolved_tree_comes_back(parts):
+    config = load_config("tiny", *parts)
+    tree = to_tree(config)
+    assert tomllib.loads(to_toml(tree)) == tree
+    assert Config.model_validate(tree) == config
+
+
+def test_none_switches_off_what_is_on_by_default():
+    assert load_config("train.grad_clip=none").train.grad_clip is None
+    assert load_config("train.lr=1e-4").train.grad_clip == 1.0
+
+
+def test_changing_the_kind_drops_the_old_variants_keys():
+    config = load_config("task.kind=arithmetic", "task.modulus=7", "task.heldout=5", "task.kind=reasoning_gym", "task.name=products")
+    assert config.task.kind == "reasoning_gym"
+    assert config.task.heldout == 5
+    config = load_config("method.name=vespo", "method.c_pos=[1, 2]", "method.name=grpo")
+    assert config.method.options == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("a.b=1", ["a", "b"], 1), ("a=1e-5", ["a"], 1e-5), ("a=true", ["a"], True), ("a=word", ["a"], "word"), ('a="q=1"', ["a"], "q=1"),
+        ("a=[1, 2]", ["a"], [1, 2]), ("a=some/path-1.json", ["a"], "some/path-1.json"),
+    ],
+)  # fmt: skip
+def test_overrides_are_toml(text, path, value):
+    assert parse_override(text) == (path, value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (["train.lrr=1"], "train.lr'"),
+        (["train.lr=nan"], "train.lr = nan"),
+        (["train.lr=-1"], "train.lr = -1"),
+        (["train.lr=inf"], "train.lr"),
+        (["rollout.prompts=0", "train.steps=x"], "train.steps = 'x'"),
+        (["task.kind=arithmetik"], "'arithmetic'"),
+        (["task.kind=reasoning_gym"], "task.name is missing"),
+        (["eval.samples=2", "eval.k=[4]"], "samples = 2"),
+        (["tinny"], "'tiny'"),
+        (["=3"], "key=value"),
+        (["a={"], "TOML"),
+        (["train.betas=[0.9, 1.0]"], "betas"),
+        (["nothing.toml"], "nothing.toml"),
+        (["seed=-1"], "seed"),
+        (["method=3"], "method"),
+        (["train=3"], "train"),
+    ],
+)
+def test_refused_in_one_clear_line(parts, says):
+    with pytest.raises(UsageError) as error:
+        load_config(*parts)
+    text = str(error.value)
+    assert says in text
+    assert "\n" not in text
+    assert "expected" in text
+
+
+def test_a_broken_file_names_its_line(tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text("[train]\nlr = = 3\n")
+    with pytest.raises(UsageError, match="line 2"):
+        load_config(str(file))
+    with pytest.raises(UsageError, match=r"no_such\.toml"):
+        find_recipe("no_such.toml").exists() or load_config("no_such.toml")
+
+
+def test_changed_keys_name_what_differs():
+    a, b = to_tree(load_config("tiny")), to_tree(load_config("tiny", "train.lr=1e-5", "method.c_pos=[1, 2]"))
+    assert changed_keys(a, b) == ["method.c_pos", "train.lr"]
+
+
+def test_keys_the_issue_names_exist():
+    keys = known_keys()
+    for key in ("method.name", "schedule.kind", "schedule.updates_per_rollout", "rollout.prompts", "rollout.group_size", "train.steps", "train.lr",
+                "model.path", "model.dtype", "device", "task.kind", "seed", "ratio.denominator"):  # fmt: skip
+        assert key in keys, key
+    assert len(keys) <= 80
