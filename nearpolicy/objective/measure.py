@@ -52,6 +52,16 @@ def histogram(x: Tensor, where: Tensor) -> Histogram:
     return Histogram(counts)
 
 
+def _ess(log_W_B: Tensor, has_B: Tensor, rows: Tensor) -> Ess:
+    """Log sums of W and W^2 over the rows that have one, sharing one exponential: half the cost of two logsumexp."""
+    if not log_W_B.numel():
+        return Ess(-torch.inf, -torch.inf, 0.0)
+    x = log_W_B.double().masked_fill(~has_B, -torch.inf)
+    top = x.amax().clamp(min=-1e300)
+    w = (x - top).exp()
+    return Ess(w.sum().log() + top, w.square().sum().log() + 2 * top, rows)
+
+
 def measure(seen: Seen) -> Metrics:
     """Metrics of one call; each carries its own numerator and denominator."""
     mask, own, lr = seen.mask_BT, seen.own_BT, seen.log_ratio_BT
@@ -80,8 +90,7 @@ def measure(seen: Seen) -> Metrics:
     out["policy/kl_behavior_k1"] = Mean(-log_W.sum(), own_tokens)
     out["policy/kl_behavior_k3"] = Mean(drift.sum() - log_W.sum(), own_tokens)
     out["weight/log_sequence"] = histogram(log_W, has_B)
-    raw_B = log_W.double().masked_fill(~has_B, -torch.inf)
-    out["weight/ess_raw"] = Ess(torch.logsumexp(raw_B, 0), torch.logsumexp(2 * raw_B, 0), rows)
+    out["weight/ess_raw"] = _ess(log_W, has_B, rows)
     own_phi = phi * own
     phi_B = own_phi.sum(1) / own_B.clamp(min=1)
     out["weight/dead_frac"] = Mean(((own_phi.amax(1) < DEAD) & has_B).sum() if own_phi.numel() else 0.0, rows)
