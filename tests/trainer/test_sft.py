@@ -179,7 +179,7 @@ class Echo:
                 logp_behavior_T=np.zeros(1),
                 version_T=np.zeros(1),
                 text="1" if params.temperature == 0 else "0",
-            )  # fmt: skip
+            )
             for r in requests
         ]
 
