@@ -129,7 +129,7 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 @_guard
 def methods(name: str | None) -> None:
     """List the methods: formula, defaults, source."""
-    from nearpolicy.methods import describe
+    from nearpolicy.describe import describe
 
     click.echo(describe(name))
 

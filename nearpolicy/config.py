@@ -44,8 +44,6 @@ class Lora(_Section):
     """Rank of each adapter."""
     alpha: Real = Field(32.0, gt=0)
     """Scale: the update is multiplied by alpha / rank."""
-    dropout: Real = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input. Anything above 0 makes sampler and trainer disagree."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter, by name."""
 
@@ -73,6 +71,8 @@ class Reward(_Section):
     (prompts, completions, **columns) -> list of float or None."""
     weight: Real = 1.0
     """Its weight in the sum over the functions that did not abstain."""
+    name: str = ""
+    """Names its part of the score; empty takes the function's own name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments handed to it."""
 
@@ -118,6 +118,8 @@ class ReasoningGymTask(_Task):
     """Name of the data set, for example `products`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of its generator."""
+    verifier: Literal["own", "number"] = "own"
+    """`own` scores with the data set's `score_answer`, `number` compares the last number of the response."""
 
 
 class RowsTask(_Task):
@@ -132,6 +134,8 @@ class RowsTask(_Task):
     """Column of the prompt; None looks for prompt, question, problem or messages."""
     answer_column: str | None = None
     """Column of the answer; None looks for answer, ground_truth or solution."""
+    split: str | None = None
+    """Split of a data set folder."""
 
 
 Task = Annotated[ArithmeticTask | ReasoningGymTask | RowsTask, Field(discriminator="kind")]
@@ -183,17 +187,18 @@ class Method(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options given; defaults live in the row."""
-        return dict(self.__pydantic_extra__ or {})
+        """The options given ("none" is None); defaults live in the row."""
+        return {k: _none(v) for k, v in (self.__pydantic_extra__ or {}).items()}
 
 
 class Ratio(_Section):
     """Against what the current policy is weighed."""
 
-    denominator: Literal["behavior", "proximal"] = "behavior"
-    """`behavior`: log-probs of the sampler; `proximal`: the trainer's own recomputation at the start of the rollout batch."""
-    scope: Literal["response", "segment"] = "response"
-    """Whether sequence weights run over the whole response or over the token's own segment."""
+    denominator: Literal["behavior", "proximal"] | None = None
+    """`behavior`: log-probs of the sampler; `proximal`: the trainer's own recomputation at the start of the rollout batch. None takes
+    behavior, and proximal under a correction."""
+    scope: Literal["response", "segment"] | None = None
+    """Whether sequence weights run over the whole response or over the token's own segment; None takes the method's default."""
 
 
 class Advantage(_Section):

@@ -186,14 +186,15 @@ def merge(parts: Iterable[Mapping[str, Mean | Sum | Max | Ess | Histogram]]) -> 
 QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 
-def to_floats(metrics: Mapping[str, Mean | Sum | Max | Ess | Histogram]) -> dict[str, float | list[float]]:
-    """What is written to `metrics.jsonl`: floats; a histogram gives its quantiles as `name/p50` ... and its counts as `name/hist`."""
+def to_floats(metrics: Mapping[str, Mean | Sum | Max | Ess | Histogram], *, counts: bool = True) -> dict[str, float | list[float]]:
+    """What is written to `metrics.jsonl`: floats; a histogram gives its quantiles as `name/p50` ... and, with `counts`, `name/hist`."""
     out: dict[str, float | list[float]] = {}
     for name, value in metrics.items():
         if isinstance(value, Histogram):
             for label, q in QUANTILES.items():
                 out[f"{name}/{label}"] = value.quantile(q)
-            out[f"{name}/hist"] = value.counts.tolist()
+            if counts:
+                out[f"{name}/hist"] = value.counts.tolist()
         else:
             out[name] = value.value
     return out

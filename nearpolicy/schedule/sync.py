@@ -193,7 +193,7 @@ class SyncSchedule:
             )
         if o.overlong_buffer is not None:
             length = torch.tensor([len(s.rollout.response_T) for s in scored])
-            reward = reward + overlong_penalty(length, o.max_tokens, o.overlong_buffer)
+            reward = (reward + overlong_penalty(length, max_length=o.max_tokens, buffer=o.overlong_buffer)).float()
         group = torch.tensor([s.rollout.group for s in scored])
         baseline = None if o.baseline == "none" else o.baseline
         adv = group_advantages(reward, group, baseline=baseline, normalize_std=o.normalize_std)

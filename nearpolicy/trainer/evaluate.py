@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from nearpolicy.errors import UsageError
 from nearpolicy.objective.stats import bootstrap_interval, pass_at_k
@@ -46,8 +47,8 @@ class Evaluation:
         n = self.reward_PN.shape[1]
         for name, per_prompt in [(f"pass@{k}", self.pass_at(k)) for k in self.ks] + [(f"avg@{n}", self.average())]:
             if len(per_prompt):
-                low, high = bootstrap_interval(per_prompt)
-                out |= {f"{prefix}/{name}": float(per_prompt.mean()), f"{prefix}/{name}/low": low, f"{prefix}/{name}/high": high}
+                interval = bootstrap_interval(torch.from_numpy(per_prompt))
+                out |= {f"{prefix}/{name}": interval.mean, f"{prefix}/{name}/low": interval.low, f"{prefix}/{name}/high": interval.high}
         out[f"{prefix}/length"] = float(self.length_PN.mean())
         out[f"{prefix}/unscored_frac"] = float(np.isnan(self.reward_PN).mean())
         return out

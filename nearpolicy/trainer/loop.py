@@ -117,7 +117,9 @@ def train(t: Trainer) -> None:
 def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: float) -> None:
     """Log the update, raise alarms, record sample responses."""
     metrics: Metrics = t.schedule.metrics() | result.metrics
-    values: dict[str, Any] = dict(to_floats(metrics))
+    # Histogram counts are most of a line: a run keeps about fifty of them, the quantiles at every step.
+    counts = _due(step, max(1, t.options.steps // 50), t.options.steps) or step == 1
+    values: dict[str, Any] = dict(to_floats(metrics, counts=counts))
     t.tokens_trained += int(values["data/tokens_trained"])
     elapsed = t.clock + time.perf_counter() - t._began - t._eval_s
     sampled = getattr(t.schedule, "tokens_sampled", 0)
@@ -149,7 +151,7 @@ def _evaluate(t: Trainer, step: int) -> None:
     seconds = time.perf_counter() - began
     t._eval_s += seconds
     _log(t, step, "eval", values | {"time/eval_s": seconds})
-    t.progress.update(step, values)
+    t.progress.evaluated(step, values)
 
 
 def _checkpoint(t: Trainer, step: int, schedule_state: Mapping[str, Any]) -> None:

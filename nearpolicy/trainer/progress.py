@@ -49,7 +49,17 @@ class Progress:
             self._live.update(self._table(step))
         elif step % self.every == 0 or step in (self.start + 1, self.total):
             shown = "  ".join(f"{label} {text}" for label, text in self._cells())
-            self.console.print(f"step {step}/{self.total}  {shown}  left {self._left(step)}", soft_wrap=True)
+            self.console.print(f"step {step}/{self.total}  {shown}  left {self._left(step)}", markup=False, soft_wrap=True)
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """New evaluation values: a line of their own when not on a terminal."""
+        if self._live:
+            self.update(step, values)
+            return
+        self._values |= {k: v for k, v in values.items() if isinstance(v, float | int) and not math.isnan(v)}
+        shown = [k for k in values if k.startswith("eval/pass@") and not k.endswith(("/low", "/high"))]
+        text = "  ".join(f"{k.removeprefix('eval/')} {values[k]:.3f} [{values[f'{k}/low']:.3f}, {values[f'{k}/high']:.3f}]" for k in shown)
+        self.console.print(f"step {step}/{self.total}  held-out {text}", markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line that stays (alarms, checkpoints passed over)."""

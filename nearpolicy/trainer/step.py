@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from nearpolicy.errors import EngineError
 from nearpolicy.methods import Method, policy_loss
 from nearpolicy.metrics import Mean, Metrics, Sum, merge
-from nearpolicy.objective.stats import kl_penalty
+from nearpolicy.objective.stats import kl_estimate, kl_penalty
 from nearpolicy.policy.hf import HFPolicy
 from nearpolicy.rollout import Batch
 
@@ -20,9 +21,6 @@ from nearpolicy.rollout import Batch
 class StepOptions:
     """What the update is made of besides the method."""
 
-    denominator: str
-    scope: str | None
-    max_length: int
     grad_clip: float | None
     kl_coefficient: float
     kl_estimator: str
@@ -89,9 +87,11 @@ class Stepper:
         }
         return StepResult(metrics, weight_BT)
 
-    def _micro_batch(self, micro: Batch, counts: dict[str, int], statistics: dict[str, Tensor] | None) -> tuple[Metrics, Tensor]:
+    def _micro_batch(self, micro: Batch, counts: dict[str, int], statistics: Mapping[str, Tensor] | None) -> tuple[Metrics, Tensor]:
         o = self.options
-        scores = self.policy.score(micro)
+        scores = self.policy.score(micro, entropy_grad=bool(o.entropy_coefficient))
+        if statistics is None and self.method.needs_statistics:  # the micro-batch is the whole batch
+            statistics = self.method.prepare({"logp": scores.logp_BT.detach(), **self._columns(micro)})
         out = policy_loss(
             self.method,
             logp=scores.logp_BT,
@@ -99,7 +99,6 @@ class Stepper:
             num_tokens=counts["num_tokens"],
             num_sequences=counts["num_sequences"],
             statistics=statistics,
-            options=self._options(),
         )
         loss = out.loss
         mask = micro.mask_BT.float()
@@ -107,16 +106,17 @@ class Stepper:
         metrics = dict(out.metrics)
         if o.kl_coefficient:
             assert micro.logp_reference_BT is not None
-            penalty = kl_penalty(scores.logp_BT, micro.logp_reference_BT, o.kl_estimator)
+            penalty = kl_penalty(scores.logp_BT, micro.logp_reference_BT, estimator=o.kl_estimator, logp_behavior=micro.logp_behavior_BT)
             loss = loss + o.kl_coefficient * (penalty * mask).sum() / tokens
-            metrics["policy/kl_reference"] = Mean((kl_value(scores.logp_BT, micro.logp_reference_BT) * mask).sum(), mask.sum())
+            value = kl_estimate(scores.logp_BT.detach(), micro.logp_reference_BT, estimator="k3")
+            metrics["policy/kl_reference"] = Mean((value * mask).sum(), mask.sum())
         if o.entropy_coefficient:
             loss = loss - o.entropy_coefficient * (scores.entropy_BT * mask).sum() / tokens
         metrics["policy/entropy"] = Mean((scores.entropy_BT.detach() * mask).sum(), mask.sum())
         loss.backward()
         return metrics, out.weight
 
-    def _columns(self, batch: Batch) -> dict[str, Tensor | None]:
+    def _columns(self, batch: Batch) -> dict[str, Any]:
         return {
             "logp_behavior": batch.logp_behavior_BT,
             "advantage": batch.advantage_BT,
@@ -129,10 +129,7 @@ class Stepper:
             "off_policy": batch.off_policy_B,
         }
 
-    def _options(self) -> dict[str, object]:
-        return {}
-
-    def _statistics(self, batch: Batch, plan: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
+    def _statistics(self, batch: Batch, plan: Sequence[Sequence[int]]) -> Mapping[str, Tensor] | None:
         """What rows that look at the whole optimizer batch need; a forward pass without gradient when it is split."""
         if not self.method.needs_statistics or len(plan) == 1:
             return None
@@ -154,12 +151,6 @@ class Stepper:
             group["lr"] = self.lr_at(step)
         self.optimizer.step()
         return norm
-
-
-def kl_value(logp: Tensor, logp_reference: Tensor) -> Tensor:
-    """k3 estimate of KL(policy || reference) for each token, detached: never negative, whichever estimator trains."""
-    delta = (logp_reference - logp).detach()
-    return torch.expm1(delta) - delta
 
 
 @torch.no_grad()

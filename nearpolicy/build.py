@@ -1,0 +1,439 @@
+"""The only composer: from a configuration to running parts. Also what Python users call.
+
+from nearpolicy.build import config_for, train
+report = train(config_for(["tiny", "train.steps=64"]), "runs/first")
+"""
+
+import dataclasses
+import json
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearpolicy.check import build_method, describe_config, model_size, refuse
+from nearpolicy.config import Config, layers, resolve, to_tree
+from nearpolicy.errors import CheckpointError, UsageError
+from nearpolicy.methods import Method
+from nearpolicy.metrics import LOG_RATIO_EDGES
+from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
+from nearpolicy.protocols import SamplingParams
+from nearpolicy.rollout import Batch, Prompt
+from nearpolicy.sampler.torch import TorchSampler
+from nearpolicy.schedule.sync import SyncOptions, SyncSchedule
+from nearpolicy.sources.fresh import FreshSource
+from nearpolicy.tasks.arithmetic import ArithmeticTask
+from nearpolicy.tasks.functions import Reward, RewardSpec
+from nearpolicy.tasks.order import PromptOrder
+from nearpolicy.tasks.pool import RewardPool
+from nearpolicy.tasks.reasoning_gym import GymTask
+from nearpolicy.tasks.render import Renderer
+from nearpolicy.tasks.rows import Columns, FileTask, Row, Task
+from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, load_optimizer_tensors, newest, optimizer_tensors, prune
+from nearpolicy.trainer.evaluate import Evaluation, evaluate
+from nearpolicy.trainer.loop import LoopOptions, Trainer
+from nearpolicy.trainer.loop import train as run_loop
+from nearpolicy.trainer.progress import Progress
+from nearpolicy.trainer.rundir import RunDir, write_atomic
+from nearpolicy.trainer.step import StepOptions, Stepper, learning_rate, score_all
+from nearpolicy.trainer.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+
+Say = Callable[[str], None]
+TINY = Path(__file__).parent / "tasks" / "data" / "tiny"
+ONE_THREAD_BELOW = 2_000_000
+"""Models with fewer parameters run faster on one CPU thread than on several."""
+
+
+def config_for(parts: Sequence[str], run: Path | str | None = None) -> Config:
+    """Layer recipes, files and overrides; with overrides alone the recipe `tiny` lies below them.
+
+    Args:
+        run: a run directory to go on with: its run.toml lies below, and a recipe named besides replaces nothing in it silently.
+    """
+    saved = Path(run) / "run.toml" if run is not None else None
+    named = any("=" not in p or p.endswith(".toml") for p in parts)
+    if saved is not None and saved.exists() and not named:
+        base = [tomllib.loads(saved.read_text(encoding="utf-8"))]
+    else:
+        base = [] if named else layers(["tiny"])
+    return resolve([*base, *layers(parts)])
+
+
+def model_folder(path: str) -> Path:
+    """Where the weights lie: `tiny` ships, `smollm2` is converted once, anything else is a folder."""
+    if path == "tiny":
+        return TINY
+    if path == "smollm2":
+        from nearpolicy.policy.smollm2 import convert_smollm2
+
+        return convert_smollm2()
+    return Path(path)
+
+
+def build_task(config: Config) -> tuple[Task, RewardSpec]:
+    """The task and the reward it is trained with. Data are read and checked here, before any model is loaded."""
+    t = config.task
+    rewards = tuple(Reward(function=r.function, name=r.name, weight=r.weight, options=r.options) for r in t.rewards)
+    spec = RewardSpec(rewards) if rewards else None
+    task: Task
+    if t.kind == "arithmetic":
+        task = ArithmeticTask(modulus=t.modulus, num_ops=t.num_ops, strategies=t.strategies, heldout=t.heldout, seed=config.seed)
+    elif t.kind == "reasoning_gym":
+        task = GymTask(t.name, t.options, seed=config.seed, heldout=max(t.heldout, 1), verifier=t.verifier)
+    else:
+        columns = Columns(prompt=t.prompt_column, answer=t.answer_column)
+        task = FileTask(t.path, heldout_path=t.heldout_path, heldout=t.heldout, columns=columns, reward=spec, split=(t.split, t.split), seed=0)
+    return task, spec or task.reward
+
+
+class Prompts:
+    """Prompt cursor -> rendered prompt: the same for the same cursor; skipped rows are passed over."""
+
+    def __init__(self, task: Task, tokenizer: Any, config: Config, say: Say) -> None:
+        t = config.task
+        self._task = task
+        self._order = PromptOrder(task.train.size, config.seed)
+        self._render = Renderer(
+            tokenizer, system_prompt=t.system_prompt, chat_template={"auto": "auto", "on": True, "off": False}[t.chat_template],  # type: ignore[arg-type]
+            chat_template_kwargs=t.chat_template_options, max_prompt_tokens=t.max_prompt_tokens, on_long=t.long_prompts,
+            warn=lambda text: say(f"warning: {text}"),
+        )  # fmt: skip
+        finite = task.train.size is not None and config.task.kind == "rows"
+        self._finite = self._render.all([task.train.row(i) for i in range(len(task.train))]) if finite else None
+        if self._finite is not None:
+            self._order = PromptOrder(len(self._finite), config.seed)
+            if self._render.skipped:
+                say(f"warning: {self._render.skipped} prompts longer than task.max_prompt_tokens are skipped")
+        self.heldout = self._render.all([task.heldout.row(i) for i in range(task.heldout.size or 0)]) if config.task.heldout else []
+
+    def render(self, row: Row) -> Prompt:
+        """This row as a prompt, whatever its length."""
+        prompt = self._render(row)
+        if prompt is None:
+            raise UsageError("task.max_prompt_tokens", got=f"row {row.id!r} above it", expected="prompts within it", do="Raise it.")
+        return prompt
+
+    def at(self, cursor: int) -> Prompt:
+        """The prompt at this cursor."""
+        index = self._order.index(cursor)
+        if self._finite is not None:
+            return self._finite[index]
+        for shift in range(1000):
+            prompt = self._render(self._task.train.row(index + shift * 7919))
+            if prompt is not None:
+                return prompt
+        raise UsageError("task.max_prompt_tokens", got="1000 prompts in a row that are longer", expected="some within it", do="Raise it.")
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a response: the tokenizer's and those of the generation config. Raises UsageError when there is none."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    found = {*(own if isinstance(own, list | tuple) else [own]), tokenizer.eos_token_id} - {None}
+    if not found:
+        raise UsageError("model.path", got="a tokenizer without an end-of-sequence token", expected="one", do="Set eos_token in its configuration.")
+    return frozenset(int(i) for i in found if i is not None)
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError unless `name` is auto or a device that torch has here."""
+    try:
+        known = name == "auto" or torch.zeros(1, device=name) is not None
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError("device", got=repr(name), expected="auto, cpu, or a GPU that torch sees (cuda, cuda:0)", do=f"{error}".splitlines()[0]) from None
+    assert known
+
+
+def set_threads(config: Config, num_parameters: int) -> None:
+    """`threads`, or one for a model too small to share."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif num_parameters < ONE_THREAD_BELOW and config.device in ("cpu", "auto") and not torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
+@dataclasses.dataclass(slots=True)
+class Parts:
+    """What training, evaluation and warm start share."""
+
+    config: Config
+    task: Task
+    model: Any
+    tokenizer: Any
+    policy: HFPolicy
+    sampler: TorchSampler
+    pool: RewardPool
+    prompts: Prompts
+    params: SamplingParams
+
+    def publish(self, version: int) -> None:
+        """The sampler holds the policy's weights from now on."""
+        if self.sampler.version != version:
+            self.sampler.load(self.policy.published_weights(), version)
+
+    def evaluate(self, version: int) -> Evaluation:
+        """Held-out prompts under the current weights."""
+        self.publish(version)
+        e = self.config.eval
+        params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p)
+        return evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k)
+
+    def greedy(self) -> Evaluation:
+        """The greedy response to each held-out prompt."""
+        return evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
+
+
+@contextmanager
+def assemble(config: Config, folder: Path, say: Say) -> Iterator[Parts]:
+    """Data first, then reward workers, then the model; everything is closed again."""
+    task, reward = build_task(config)
+    with RewardPool(reward, workers=config.task.workers, deadline_s=config.task.deadline) as pool:
+        m = config.model
+        set_threads(config, model_size(folder).parameters if folder.is_dir() and any(folder.glob("*.safetensors")) else ONE_THREAD_BELOW)
+        torch.manual_seed(config.seed)  # adapters are drawn from it
+        lora = LoraOptions(rank=m.lora.rank, alpha=m.lora.alpha, target_modules=m.lora.targets) if m.lora else None
+        model, tokenizer = load_model(folder, device=config.device, lora=lora, gradient_checkpointing=m.gradient_checkpointing)
+        policy = HFPolicy(model, tokenizer=tokenizer, dtype=m.dtype, token_budget=config.train.token_budget, shared_prompts=m.shared_prompts)
+        prompts = Prompts(task, tokenizer, config, say)
+        sampler = _sampler(config, folder, model, tokenizer, policy)
+        r = config.rollout
+        params = SamplingParams(
+            max_tokens=r.max_tokens, temperature=r.temperature, eos_ids=eos_ids(model, tokenizer), stop_strings=r.stop_strings, seed=config.seed
+        )
+        yield Parts(config, task, model, tokenizer, policy, sampler, pool, prompts, params)
+
+
+def _sampler(config: Config, folder: Path, model: Any, tokenizer: Any, policy: HFPolicy) -> TorchSampler:
+    """On the trainer's own module where both compute in float32, else on a copy that publications fill."""
+    if config.model.lora is not None:
+        plain, _ = load_model(folder, dtype="bfloat16" if policy.bfloat16 else "float32", device=config.device)
+        return TorchSampler(plain, tokenizer, max_rows=config.rollout.max_rows)
+    dtype = torch.bfloat16 if policy.bfloat16 else None
+    return TorchSampler(model, tokenizer, max_rows=config.rollout.max_rows, dtype=dtype)
+
+
+def build_schedule(parts: Parts, chosen: Method, reference: HFPolicy | None) -> SyncSchedule:
+    """Sync schedule on a fresh source."""
+    c, r = parts.config, parts.config.rollout
+    normalize = c.advantage.normalize_std if c.advantage.normalize_std is not None else chosen.normalize_std
+    options = SyncOptions(
+        prompts=r.prompts, group_size=r.group_size, updates_per_rollout=c.schedule.updates_per_rollout, baseline=c.advantage.baseline,
+        normalize_std=normalize, dynamic_sampling=r.dynamic_sampling, max_redraws=r.max_redraws, max_tokens=r.max_tokens,
+        overlong_buffer=r.overlong_buffer, mask_truncated=r.mask_truncated,
+    )  # fmt: skip
+    proximal = "logp_proximal" in chosen.needs
+
+    def annotate(batch: Batch) -> Batch:
+        columns: dict[str, Any] = {}
+        if proximal:
+            columns["logp_proximal_BT"] = score_all(parts.policy, batch).to(batch.token_BT.device)
+        if reference is not None:
+            columns["logp_reference_BT"] = score_all(reference, batch).to(batch.token_BT.device)
+        return dataclasses.replace(batch, **columns)
+
+    source = FreshSource(parts.sampler, parts.params)
+    return SyncSchedule(options, source=source, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, annotate=annotate)
+
+
+def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: TrainerState | None) -> Trainer:
+    """Optimizer, schedule, trackers and progress; with `resume`, everything as it was after that update."""
+    c, t = parts.config, parts.config.train
+    parameters = parts.policy.trainable_parameters()
+    fused = parts.policy.device.type in ("cpu", "cuda")
+    optimizer = torch.optim.AdamW(parameters, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=fused)
+    names = {id(p): n for n, p in parts.model.named_parameters()}
+    reference = _reference(parts) if t.kl_coefficient else None
+    schedule = build_schedule(parts, chosen, reference)
+    master = c.model.lora is not None
+    start = resume.step if resume else 0
+    if resume:
+        if master:
+            parts.policy.load_state_dict({**parts.policy.state_dict(), **resume.master})
+        load_optimizer_tensors(optimizer, names, resume.optimizer)
+        schedule.load_state_dict(resume.schedule)
+
+    def trainer_state(step: int, schedule_state: Mapping[str, Any], extra: dict[str, Any]) -> TrainerState:
+        own = {n: p.detach() for n, p in parts.model.named_parameters() if p.requires_grad} if master else {}
+        return TrainerState(step=step, optimizer=optimizer_tensors(optimizer, names), master=own, schedule=dict(schedule_state), extra=extra)
+
+    stepper = Stepper(
+        parts.policy, chosen, optimizer,
+        StepOptions(grad_clip=t.grad_clip, kl_coefficient=t.kl_coefficient, kl_estimator=t.kl_estimator, entropy_coefficient=t.entropy_coefficient),
+        lambda step: learning_rate(step, peak=t.lr, steps=t.steps, warmup=t.warmup, decay=t.decay, floor=t.min_lr),
+    )  # fmt: skip
+    trainer = Trainer(
+        options=LoopOptions(
+            steps=t.steps, eval_every=c.eval.every, checkpoint_every=c.checkpoint.every, keep=c.checkpoint.keep, log_every=c.log.every,
+            rollouts_every=c.log.rollouts_every, rollouts=c.log.rollouts,
+        ),
+        schedule=schedule, stepper=stepper, run=run, trackers=_trackers(c, run, start if resume else None),
+        progress=Progress(t.steps, start=start), evaluate=parts.evaluate if parts.prompts.heldout else None, save_model=parts.policy.save,
+        trainer_state=trainer_state, decode=lambda ids: [parts.tokenizer.decode([i]) for i in ids], start=start,
+    )  # fmt: skip
+    if resume:
+        trainer.alarms.load_state_dict(resume.extra["alarms"])
+        trainer.clock, trainer.tokens_trained = resume.extra["clock"], resume.extra["tokens_trained"]
+        trainer.spared = set(resume.extra["spared"])
+    return trainer
+
+
+def _reference(parts: Parts) -> HFPolicy:
+    """A frozen copy of the initial model. On a resume the initial weights are read again from model.path."""
+    c = parts.config
+    model, tokenizer = load_model(model_folder(c.model.path), device=c.device)
+    model.requires_grad_(False)
+    return HFPolicy(model, tokenizer=tokenizer, dtype=c.model.dtype, token_budget=c.train.token_budget, shared_prompts=c.model.shared_prompts)
+
+
+def _trackers(config: Config, run: RunDir, resume_at: int | None) -> list[Tracker]:
+    out: list[Tracker] = [JsonlTracker(run.metrics_file, resume_at=resume_at)]
+    if "tensorboard" in config.log.trackers:
+        edges = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES}
+        out.append(TensorBoardTracker(run.path / "tensorboard", edges=edges, resume_at=resume_at))
+    if "wandb" in config.log.trackers:
+        out.append(WandbTracker(run.path, name=run.path.name, config=to_tree(config)))
+    return out
+
+
+def train(config: Config, out: Path | str, *, resume: bool = False, say: Say = print) -> Path:
+    """Train and write the report; returns its path.
+
+    Raises:
+        NearPolicyError: what is wrong with the configuration, data, model or run directory, before anything is sampled; or what stopped
+            the run, after a checkpoint was written.
+    """
+    from nearpolicy.report import write_report
+
+    chosen = build_method(config)
+    for warning in refuse(config, chosen):
+        say(f"warning: {warning}")
+    check_device(config.device)
+    path = Path(out)
+    if resume:
+        run = RunDir.open(path, config)
+        checkpoint = newest(run.checkpoints, say)
+        state, folder = load_checkpoint(checkpoint), checkpoint
+        prune(run.checkpoints, None, set())
+        if state.step >= config.train.steps:
+            raise UsageError(f"--resume {path}", got=f"a run that is done ({state.step} updates)", expected=f"fewer than {config.train.steps}",
+                             do="Raise train.steps to train on.")  # fmt: skip
+        if config.model.lora is not None:
+            folder = model_folder(config.model.path)
+    else:
+        folder, state = model_folder(config.model.path), None
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            RunDir.create(path, config)  # raises before anything is loaded
+    with assemble(config, folder, say) as parts:
+        if not resume:
+            run = RunDir.create(path, config)
+        _show_prompt(parts, say)
+        try:
+            run_loop(build_trainer(parts, run, chosen, say, state))
+        finally:
+            if run.metrics_file.exists() and run.metrics_file.stat().st_size:
+                report = write_report([path], path / "report.html")
+    return report
+
+
+def _show_prompt(parts: Parts, say: Say) -> None:
+    from nearpolicy.tasks.render import first_prompt_shown
+
+    say(f"first prompt: {first_prompt_shown(parts.prompts.at(0), parts.tokenizer)}")
+
+
+def check(config: Config) -> str:
+    """The resolved configuration and what follows from it.
+
+    Raises:
+        UsageError: settings that contradict or cannot act; data or rewards that cannot be read.
+    """
+    chosen = build_method(config)
+    refuse(config, chosen)
+    _, reward = build_task(config)
+    reward.functions()
+    path = config.model.path
+    folder = None if path == "smollm2" else model_folder(path)
+    if folder is not None and not folder.is_dir():
+        raise CheckpointError(f"model.path {folder}", got="no such folder", expected="a Hugging Face folder", do="Check the path.")
+    return describe_config(config, chosen, model_size(folder) if folder else None)
+
+
+def sft(
+    config: Config, out: Path | str, *, from_scratch: bool = False, steps: int | None = None, lr: float | None = None, batch_size: int | None = None,
+    say: Say = print,
+) -> Path:  # fmt: skip
+    """Supervised training on the task's demonstrations; writes a Hugging Face folder and returns it.
+
+    Args:
+        from_scratch: random weights of the tiny architecture instead of `model.path`, drawn with `seed`.
+        steps, lr, batch_size: None takes the defaults of `SftOptions`.
+    """
+    from nearpolicy.policy.tiny import make_tiny
+    from nearpolicy.trainer.sft import SftOptions, SftProgress, accuracy_evaluator, run_sft, save_sft, task_examples
+
+    given = {"steps": steps, "lr": lr, "batch_size": batch_size}
+    options = SftOptions(**{k: v for k, v in given.items() if v is not None}, seed=config.seed)  # type: ignore[arg-type]
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"--out {target}", got="it exists", expected="a new directory", do="Choose another --out.")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_tiny(scratch, seed=config.seed) if from_scratch else model_folder(config.model.path)
+        with assemble(config, folder, say) as parts:
+            every = max(1, options.steps // 20)
+
+            def show(p: SftProgress) -> None:
+                if p.step % every == 0 or p.step == p.steps:
+                    say(f"step {p.step}/{p.steps}  loss {p.loss:.4f}  lr {p.lr:.2e}  grad norm {p.grad_norm:.2f}  {p.seconds:.0f} s")
+
+            order = PromptOrder(parts.task.train.size, config.seed)
+            example = task_examples(parts.task, parts.tokenizer, render=parts.prompts.render, index=order.index)
+            score = accuracy_evaluator(
+                parts.sampler, parts.pool, parts.prompts.heldout, max_tokens=parts.params.max_tokens, eos_ids=parts.params.eos_ids, seed=config.seed
+            )
+            parts.model.train()
+            result = run_sft(parts.model, example, options=options, evaluate=score if parts.prompts.heldout else None, progress=show)
+            parts.model.eval()
+            facts = {"task": to_tree(config)["task"], "model": "tiny, from scratch" if from_scratch else config.model.path}
+            save_sft(target, parts.model, parts.tokenizer, result=result, options=options, facts=facts)
+    say("  ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items()))
+    return target
+
+
+def evaluate_checkpoint(
+    checkpoint: Path | str, parts: Sequence[str] = (), *, suite: Path | None = None, samples: int | None = None, ks: str | None = None,
+    temperature: float | None = None, top_p: float | None = None, json_out: Path | None = None, say: Say = print,
+) -> dict[str, float]:  # fmt: skip
+    """Evaluate a model folder on its run's held-out prompts (or those of the configuration), or on the benchmarks of a suite.
+
+    A checkpoint inside a run directory takes the run's configuration; `parts` go on top.
+    """
+    from nearpolicy.suites import find_suite, read_suite
+
+    folder = Path(checkpoint)
+    run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
+    base = config_for(parts, run)
+    overrides: dict[str, Any] = {"k": [int(k) for k in ks.split(",")]} if ks else {}
+    overrides |= {k: v for k, v in {"samples": samples, "temperature": temperature, "top_p": top_p}.items() if v is not None}
+    if samples and not ks:
+        overrides["k"] = [k for k in base.eval.k if k <= samples]
+    configs = {"eval": resolve([to_tree(base), {"model": {"path": str(folder)}, "eval": overrides}])}
+    if suite is not None:
+        configs = {b.name: b.configure(to_tree(base), folder, overrides) for b in read_suite(find_suite(suite))}
+    out: dict[str, float] = {}
+    for name, config in configs.items():
+        with assemble(config, folder, say) as built:
+            values = built.evaluate(0).values(name)
+            if config.eval.greedy:
+                values[f"{name}/greedy"] = float(built.greedy().average().mean())
+            say(f"{name}: {len(built.prompts.heldout)} prompts x {config.eval.samples} samples, temperature {config.eval.temperature:g}, "
+                f"top-p {config.eval.top_p:g}")  # fmt: skip
+        for key in [k for k in values if not k.endswith(("/low", "/high"))]:
+            low, high = values.get(f"{key}/low"), values.get(f"{key}/high")
+            say(f"  {key.removeprefix(name + '/'):14} {values[key]:.4f}" + (f"  [{low:.4f}, {high:.4f}]" if low is not None else ""))
+        out |= values
+    if json_out is not None:
+        write_atomic(json_out, json.dumps(out, indent=1))
+    return out

@@ -1,0 +1,149 @@
+"""Refusing what cannot act, and the numbers that follow from a configuration. Reads no weights."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.config import Config, to_toml, to_tree
+from nearpolicy.errors import UsageError
+from nearpolicy.methods import Method, method
+
+IMPORTANCE_FREE = ("reinforce",)
+
+
+def build_method(config: Config) -> Method:
+    """The method with its options; `ratio.*` and the response limit are options of every row.
+
+    Raises:
+        UsageError: an unknown method or option, or values out of range.
+    """
+    options = dict(config.method.options)
+    for key, value in (("denominator", config.ratio.denominator), ("ratio_scope", config.ratio.scope)):
+        if value is not None:
+            if key in options:
+                raise UsageError(f"method.{key}", got=options[key], expected="it in one place", do=f"Set ratio.{key.removeprefix('ratio_')} alone.")
+            options[key] = value
+    chosen = method(config.method.name, **options)
+    if chosen.options["aggregate"] == "constant" and chosen.options["max_length"] is None:
+        chosen = chosen.with_options(max_length=config.rollout.max_tokens)
+    return chosen
+
+
+def refuse(config: Config, chosen: Method) -> list[str]:
+    """Raise UsageError on settings that contradict; return warnings about settings that do nothing."""
+    rollout, schedule, train = config.rollout, config.schedule, config.train
+    rows, parts = rollout.prompts * rollout.group_size, schedule.updates_per_rollout
+    if rollout.top_p < 1:
+        raise UsageError("rollout.top_p", got=rollout.top_p, expected="1 in training", do="Importance weights need log-probs of the distribution "
+                         "that was sampled; use eval.top_p for evaluation.")  # fmt: skip
+    if rows % parts:
+        near = [n for n in range(1, rows + 1) if rows % n == 0]
+        best = min(near, key=lambda n: abs(n - parts))
+        raise UsageError("schedule.updates_per_rollout", got=f"{parts} for {rollout.prompts} x {rollout.group_size} responses",
+                         expected="a divisor of the rollout batch", do=f"Take {best}, or change rollout.prompts or rollout.group_size.")  # fmt: skip
+    baseline = config.advantage.baseline
+    if rollout.group_size == 1 and baseline != "none" and chosen.needs_advantage:
+        raise UsageError("rollout.group_size", got=f"1 with advantage.baseline = {baseline!r}", expected="at least 2",
+                         do="A group of one is its own baseline: every advantage is 0. Raise it, or set advantage.baseline=none.")  # fmt: skip
+    if rollout.overlong_buffer is not None and rollout.overlong_buffer > rollout.max_tokens:
+        raise UsageError("rollout.overlong_buffer", got=rollout.overlong_buffer, expected=f"at most rollout.max_tokens = {rollout.max_tokens}",
+                         do="Lower it.")  # fmt: skip
+    if rollout.dynamic_sampling and not chosen.needs_advantage:
+        raise UsageError("rollout.dynamic_sampling", got=f"true with {chosen.name}", expected="a method that trains on rewards", do="Switch it off.")
+    if "logp_teacher" in chosen.needs:
+        raise UsageError("method.name", got=f"{chosen.name}, which needs a teacher's log-probs", expected="a method trained from rewards",
+                         do="Training from a teacher is not part of this version; `nearpolicy.policy_loss` has the row.")  # fmt: skip
+    if train.warmup >= train.steps:
+        raise UsageError("train.warmup", got=train.warmup, expected=f"less than train.steps = {train.steps}", do="Lower it.")
+    warnings = []
+    if parts == 1 and chosen.options["denominator"] == "behavior" and chosen.name not in IMPORTANCE_FREE:
+        warnings.append(f"updates_per_rollout = 1: every ratio is 1 up to rounding, so {chosen.name}'s weight cannot act")
+    if chosen.name == "luffy":
+        warnings.append("no demonstration rows: luffy then is the clipped ratio alone")
+    if config.eval.every == 0 or config.task.heldout == 0:
+        warnings.append("no evaluation during the run")
+    if train.decay == "constant" and train.min_lr:
+        warnings.append("train.min_lr does nothing with train.decay = constant")
+    return warnings
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Counts read from a model folder."""
+
+    parameters: int
+    layers: int
+    kv_bytes_per_token: int
+    vocabulary: int
+    hidden: int
+
+
+def model_size(folder: Path) -> Size:
+    """From the safetensors headers and config.json alone. Raises UsageError when they cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        parameters = 0
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                parameters += sum(math.prod(tensors.get_slice(k).get_shape()) for k in tensors.keys())  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"model.path {folder}", got=str(error), expected="a Hugging Face folder", do="Check the path.") from None
+    heads = int(config.get("num_attention_heads", config.get("n_head", 1)))
+    hidden = int(config.get("hidden_size", config.get("n_embd", 0)))
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    layers = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return Size(parameters, layers, 2 * layers * kv_heads * head_dim * 4, int(config.get("vocab_size", 0)), hidden)
+
+
+def derived(config: Config, size: Size | None) -> dict[str, str]:
+    """Mini-batch, tokens, age and memory, as text by name."""
+    r, n = config.rollout, config.schedule.updates_per_rollout
+    rows = r.prompts * r.group_size
+    out = {
+        "rollout batch": f"{r.prompts} prompts x {r.group_size} responses = {rows}",
+        "mini-batch": f"{rows // n} responses" + ("" if (rows // n) % r.group_size == 0 else " (splits groups)"),
+        "tokens per update": f"at most {rows // n * r.max_tokens} response tokens",
+        "worst-case age": f"{n - 1} updates" + (", more for groups left over by dynamic sampling" if r.dynamic_sampling else ""),
+        "rollout batches": f"{math.ceil(config.train.steps / n)} ({config.train.steps} updates)",
+        "responses": f"{math.ceil(config.train.steps / n) * rows}",
+    }
+    if size:
+        out |= _memory(config, size)
+    return out
+
+
+def _memory(config: Config, size: Size) -> dict[str, str]:
+    r = config.rollout
+    lora = config.model.lora
+    trained = size.parameters if lora is None else min(size.parameters, 7 * 2 * size.layers * lora.rank * max(size.hidden, 1))
+    weights = 4 * size.parameters
+    state = 12 * trained  # gradient and two Adam moments
+    reference = weights if config.train.kl_coefficient else 0
+    cache = size.kv_bytes_per_token * min(r.max_rows, r.prompts * r.group_size) * (r.max_tokens + min(config.task.max_prompt_tokens, 512))
+    tokens = config.train.token_budget
+    # Per token and layer about 34 hidden-sized activations are kept without checkpointing (attention and MLP inputs), 2 with it.
+    activations = tokens * size.layers * size.hidden * 4 * (2 if config.model.gradient_checkpointing else 34)
+    activations = min(activations, r.prompts * r.group_size // config.schedule.updates_per_rollout * (r.max_tokens + 512) * activations // tokens)
+
+    def gb(n: float) -> str:
+        return f"{n / 2**30:.2f} GiB"
+
+    return {
+        "parameters": f"{size.parameters:,}" + ("" if lora is None else f", about {trained:,} trained"),
+        "memory (estimate)": f"{gb(weights + state + reference + cache + activations)} = weights {gb(weights)} + gradient and optimizer {gb(state)}"
+        + (f" + reference {gb(reference)}" if reference else "")
+        + f" + cache {gb(cache)} + activations {gb(activations)}",
+    }
+
+
+def describe_config(config: Config, chosen: Method, size: Size | None) -> str:
+    """The resolved tree, the method's options and the derived numbers as text."""
+    tree: dict[str, Any] = to_tree(config)
+    tree["method"] = {"name": chosen.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in chosen.options.items() if v is not None}
+    lines = [to_toml(tree), *(f"# {name}: {text}" for name, text in derived(config, size).items())]
+    return "\n".join([*lines, *(f"# warning: {w}" for w in refuse(config, chosen))])
