@@ -152,7 +152,8 @@ def m2po_threshold(log_ratio_BT: Tensor, advantage_BX: Tensor, mask_BT: Tensor, 
         fits = running + (total - rank) * sorted_N.masked_fill(~real, 0.0) <= budget * total
     kept = (fits & real).sum()
     edge = torch.nn.functional.pad(torch.nn.functional.pad(sorted_N, (1, 0)), (0, 1), value=torch.inf)
-    return {"m2po_threshold": (edge[kept] + edge[kept + 1]) / 2}
+    # take, not indexing: an index tensor of no dimensions would be read from the device.
+    return {"m2po_threshold": edge.take(torch.stack([kept, kept + 1])).mean()}
 
 
 def m2po_keep(log_ratio_BT: Tensor, advantage_BX: Tensor, threshold: Tensor) -> Tensor:
