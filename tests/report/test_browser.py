@@ -64,3 +64,38 @@ def test_what_a_run_wrote_is_inert(tmp_path):
     assert state["errors"] == "[]"
     assert "<img" not in dom
     assert ATTACK in unescape(re.sub(r"</?(span|pre)[^>]*>", "", dom))
+
+
+USER = """<script>
+const figure = (id) => document.querySelector(`figure[data-chart="${id}"]`), text = (id) => figure(id).querySelector(".readout").textContent;
+const root = document.documentElement;
+const set = (id, value, event) => { const e = document.getElementById(id); e.value = value; e.dispatchEvent(new Event(event)); };
+setTimeout(() => {
+  figure("entropy").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+  figure("entropy").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+  root.dataset.own = text("entropy"); root.dataset.synced = text("ess");
+  const token = document.querySelector("#sample-list .tok");
+  token.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
+  root.dataset.tip = document.getElementById("tip").textContent;
+  set("sample-colour", "logp", "change"); set("sample-colour", "version", "change"); set("sample-run", "1", "change"); set("smoothing", "0", "input");
+  document.querySelector("button.run").click();
+  root.dataset.after = root.dataset.charts;
+  document.getElementById("more").open = true;
+}, 50);
+</script>"""
+
+
+def test_keyboard_hover_legend_and_controls(tmp_path):
+    runs = [make_run(tmp_path / n, seed=i, steps=24, method=n) for i, n in enumerate(("vespo", "grpo"))]
+    page = write_report(runs, tmp_path / "report.html")
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    page.write_text(text.replace("</body>", USER + "</body>"))
+    state, dom = opened(page, tmp_path / "profile")
+    assert state["errors"] == "[]"
+    assert state["own"].startswith("step 1")
+    assert state["synced"].startswith("step 1")
+    assert state["own"] != state["synced"]
+    assert re.fullmatch(r'"1"\ntoken 0 of \d+( \(prefix\))?\nlog-prob -?[\d.]+\nweight [\d.]+\nversion 0', state["tip"])
+    assert int(state["after"]) == len(FULL_CHARTS)
+    assert 'aria-pressed="false"' in dom
+    assert int(state["charts"]) == len(FULL_CHARTS) + len(re.findall(r'data-chart="more:', dom)) > len(FULL_CHARTS)
