@@ -9,7 +9,7 @@ import json
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from nearpolicy.check import build_method, describe_config, model_size, refuse
 from nearpolicy.config import Config, layers, resolve, to_tree
-from nearpolicy.errors import CheckpointError, UsageError
+from nearpolicy.errors import CheckpointError, DataError, UsageError
 from nearpolicy.methods import Method
 from nearpolicy.metrics import LOG_RATIO_EDGES
 from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
@@ -143,7 +143,9 @@ def check_device(name: str) -> None:
     try:
         known = name == "auto" or torch.zeros(1, device=name) is not None
     except (RuntimeError, AssertionError) as error:
-        raise UsageError("device", got=repr(name), expected="auto, cpu, or a GPU that torch sees (cuda, cuda:0)", do=f"{error}".splitlines()[0]) from None
+        raise UsageError(
+            "device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=f"{error}".splitlines()[0]
+        ) from None
     assert known
 
 
@@ -332,10 +334,11 @@ def train(config: Config, out: Path | str, *, resume: bool = False, say: Say = p
         _show_prompt(parts, say)
         try:
             run_loop(build_trainer(parts, run, chosen, say, state))
-        finally:
-            if run.metrics_file.exists() and run.metrics_file.stat().st_size:
-                report = write_report([path], path / "report.html")
-    return report
+        except BaseException:
+            with suppress(DataError):  # a run that ended before its first update has nothing to show
+                write_report([path], path / "report.html")
+            raise
+    return write_report([path], path / "report.html")
 
 
 def _show_prompt(parts: Parts, say: Say) -> None:

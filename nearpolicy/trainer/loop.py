@@ -99,19 +99,24 @@ def train(t: Trainer) -> None:
                 if stop:
                     _checkpoint(t, step + 1, t.schedule.state_dict())
                     raise Stopped("run", got=stop[0], expected="to run on", do=f"Checkpoint of step {step + 1} written: go on with --resume.")
-        t.run.set_status("finished", step=t.options.steps)
+        _end(t, "finished", t.options.steps)
     except Stopped as error:
-        t.run.set_status("interrupted", step=step + 1, message=str(error))
+        _end(t, "interrupted", step + 1, str(error))
         raise
     except Exception as error:
         if step > t._saved:
             _checkpoint(t, step, boundary)
-        t.run.set_status("failed", step=step, message=str(error))
+        _end(t, "failed", step, str(error))
         raise
     finally:
         t.progress.close()
         for tracker in t.trackers:
             tracker.close()
+
+
+def _end(t: Trainer, how: str, step: int, message: str = "") -> None:
+    _log(t, step, "event", {"event": how, "message": message})
+    t.run.set_status(how, step=step, message=message)
 
 
 def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: float) -> None:
