@@ -78,16 +78,17 @@ class Rows:
             whole = next((k for k in range(count, 0, -1) if self._waiting[-k].prompt is not after), 0)
             count = whole or count
         fresh = [self._waiting.pop() for _ in range(count)]
-        first = len(self._row)
-        for slot, row in enumerate(fresh, first):
-            p = row.prefix_length
-            key = (self._params.seed, self._params.stream, row.request.ticket, row.sample, row.request.attempt)
-            self._uniform_RT[slot] = torch.from_numpy(token_uniforms(*key, self._params.max_tokens))
-            self._index_R[slot], self._prompt_R[slot] = p, len(row.prompt)
-            if row.prefix is not None and p:
-                self._token_RT[slot, :p] = torch.from_numpy(np.asarray(row.prefix.token_T, dtype=np.int64))
-        self._row.extend(fresh)
+        first, p = len(self._row), self._params
+        here = slice(first, first + count)
+        keys = [(p.seed, p.stream, row.request.ticket, row.sample, row.request.attempt) for row in fresh]
+        self._uniform_RT[here] = torch.from_numpy(np.stack([token_uniforms(*key, p.max_tokens) for key in keys]))
+        self._index_R[here] = torch.tensor([row.prefix_length for row in fresh])
+        self._prompt_R[here] = torch.tensor([len(row.prompt) for row in fresh])
         prefixes = [None if row.prefix is None else torch.from_numpy(np.asarray(row.prefix.token_T, dtype=np.int64)) for row in fresh]
+        for slot, prefix in enumerate(prefixes, first):
+            if prefix is not None:
+                self._token_RT[slot, : len(prefix)] = prefix
+        self._row.extend(fresh)
         self._take(first, self._forward.admit([row.prompt for row in fresh], prefixes, first))
 
     def _take(self, first: int, logits_AV: Tensor) -> None:
