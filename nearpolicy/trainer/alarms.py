@@ -17,6 +17,8 @@ class Band:
     relative_low: float | None = None
     relative_high: float | None = None
     settle: int = 5
+    patience: int = 1
+    """Values in a row outside the band before the alarm: one odd mini-batch is no collapse."""
     means: str = ""
     """What leaving the band usually means and what to try."""
 
@@ -25,9 +27,9 @@ BANDS = (
     Band(metric="policy/entropy", relative_low=0.05, relative_high=4.0, means="the policy is losing its diversity (or its shape): lower train.lr"),
     Band(metric="response/length", relative_low=0.5, relative_high=2.0, means="responses are shrinking or running on"),
     Band(metric="response/repetition", high=0.5, means="responses loop"),
-    Band(metric="weight/ess_raw", low=0.05, means="a few responses carry the update: lower N, or use a kernel that tempers weights"),
+    Band(metric="weight/ess_raw", low=0.05, patience=4, means="a few responses carry the update: lower N, or use a kernel that tempers weights"),
     Band(metric="weight/dead_frac", high=0.5, means="most sequence weights have died, the step trains on nothing: lower N or method.length_norm"),
-    Band(metric="train/grad_norm", relative_high=20.0, settle=10, means="a gradient spike: lower train.lr or train.grad_clip"),
+    Band(metric="train/grad_norm", relative_high=20.0, settle=10, patience=2, means="a gradient spike: lower train.lr or train.grad_clip"),
     Band(metric="reward/unscored_frac", high=0.5, means="most responses got no reward: look at the reward function"),
     Band(metric="policy/kl_behavior_k3", high=1.0, means="the policy has moved far from what it trains on"),
 )
@@ -49,7 +51,7 @@ class Alarms:
     def __init__(self, bands: tuple[Band, ...] = BANDS) -> None:
         self.bands = bands
         self._first: dict[str, list[float]] = {}
-        self._outside: set[str] = set()
+        self._outside: dict[str, int] = {}
 
     def watch(self, step: int, values: Mapping[str, Any]) -> list[Alarm]:
         """New alarms at this step; a missing or NaN value is no news."""
@@ -63,20 +65,21 @@ class Alarms:
                 first.append(float(value))
             text = self._outside_text(band, float(value), first)
             if text is None:
-                self._outside.discard(band.metric)
-            elif band.metric not in self._outside:
-                self._outside.add(band.metric)
+                self._outside.pop(band.metric, None)
+                continue
+            self._outside[band.metric] = self._outside.get(band.metric, 0) + 1
+            if self._outside[band.metric] == band.patience:
                 out.append(Alarm(step, band.metric, float(value), f"{band.metric} = {value:.4g} {text} at step {step}: {band.means}"))
         return out
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"first": self._first, "outside": sorted(self._outside)}
+        return {"first": self._first, "outside": dict(self._outside)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`."""
         self._first = {k: list(v) for k, v in state["first"].items()}
-        self._outside = set(state["outside"])
+        self._outside = {k: int(n) for k, n in state["outside"].items()}
 
     @staticmethod
     def _outside_text(band: Band, value: float, first: list[float]) -> str | None:

@@ -35,6 +35,12 @@ def test_fires_once_until_the_band_is_entered_again():
     assert heard == [0, 1, 0, 0, 1]
 
 
+def test_patience_waits_for_values_in_a_row():
+    alarms = Alarms((Band(metric="x", low=1.0, patience=3),))
+    heard = [len(alarms.watch(i, {"x": v})) for i, v in enumerate([0, 0, 2, 0, 0, 0, 0])]
+    assert heard == [0, 0, 0, 0, 0, 1, 0]
+
+
 def test_relative_bounds_settle_first_and_missing_values_are_no_news():
     alarms = Alarms((Band(metric="x", relative_high=2.0, settle=3),))
     assert [len(alarms.watch(i, {"x": v})) for i, v in enumerate([1, 100, 1])] == [0, 0, 0]
