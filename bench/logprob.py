@@ -1,7 +1,8 @@
 """Time, peak memory and gradient of the chunked log-prob and entropy against the plain path (log-softmax over all logits).
 
 Each run is a process of its own, so that its peak resident memory is its own; runs of the two paths take turns. The peak is the high-water mark of
-the process after the inputs exist, minus what was resident then, minus the weight gradient (which both paths must hold).
+the process after the inputs exist, minus what was resident then, minus the weight gradient (which both paths must hold). On a machine that
+others use, read the CPU time of a run with OMP_NUM_THREADS=1; on a quiet one, the wall time.
 
     python bench/logprob.py                     # 2,048 tokens, hidden 1,024, vocabulary 151,936
     python bench/logprob.py --tokens 1440 --hidden 64 --vocab 32 --repeat 200
@@ -59,19 +60,20 @@ def measure(path: str, tokens: int, hidden: int, vocab: int, repeat: int, seed: 
     PATHS[path](small, w[:64].detach(), torch.zeros(8, dtype=torch.long))[0].sum().backward()  # start the thread pool and the matrix library
     before = resident()
     reset_peak()
-    times, first = [], 0.0
+    times, cpu, first = [], [], 0.0
     for i in range(repeat):
         h.grad = w.grad = None
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         logp, _ = PATHS[path](h, w, y)
         (logp * g).sum().backward()
         times.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - start_cpu)
         if i == 0:
             first = peak()
     assert h.grad is not None
     assert w.grad is not None
     gradient_mb = w.nbytes / 2**20
-    return {"time_s": statistics.median(times), "peak_mb": first - before - gradient_mb, "gradient_mb": gradient_mb}
+    return {"time_s": statistics.median(times), "cpu_s": statistics.median(cpu), "peak_mb": first - before - gradient_mb, "gradient_mb": gradient_mb}
 
 
 def gradient_error(tokens: int, hidden: int, vocab: int) -> float:
@@ -107,11 +109,13 @@ def main() -> None:
             command = [sys.executable, __file__, "--child", name, "--repeat", str(args.repeat)]
             command += [f"--{key}={value}" for key, value in zip(("tokens", "hidden", "vocab"), size, strict=True)]
             runs[name].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-            print(f"pair {pair + 1} {name:8s} {runs[name][-1]['time_s']:10.4f} s  peak {runs[name][-1]['peak_mb']:8.0f} MB", flush=True)
-    ratios = [c["time_s"] / p["time_s"] for p, c in zip(runs["plain"], runs["chunked"], strict=True)]
+            last = runs[name][-1]
+            print(f"pair {pair + 1} {name:8s} {last['time_s']:10.4f} s  CPU {last['cpu_s']:10.4f} s  peak {last['peak_mb']:8.0f} MB", flush=True)
     peaks = {name: statistics.median(r["peak_mb"] for r in runs[name]) for name in PATHS}
     print(f"tokens {size[0]}, hidden {size[1]}, vocabulary {size[2]}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"time chunked / plain: median {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f}, {args.pairs} pairs)")
+    for key, what in (("time_s", "wall time"), ("cpu_s", "CPU time")):
+        ratios = [c[key] / p[key] for p, c in zip(runs["plain"], runs["chunked"], strict=True)]
+        print(f"{what} chunked / plain: median {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f}, {args.pairs} pairs)")
     print(f"peak above inputs and weight gradient: plain {peaks['plain']:.0f} MB, chunked {peaks['chunked']:.0f} MB", end="")
     print(f", chunked / plain {peaks['chunked'] / peaks['plain']:.3f}" if peaks["plain"] > 1 else " (too small to compare)")
     print(f"gradient error (relative L2): {error:.1e}")

@@ -103,7 +103,7 @@ def test_gradient_checkpointing_gives_the_same_gradient():
         nonlocal calls
         calls += 1
 
-    model.model.layers[0].mlp.register_forward_hook(count)
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
     assert policy.shares_prompts
     assert relative(gradient(policy, batch), want) < 1e-6
     assert calls == 2  # once forward, once again in backward
