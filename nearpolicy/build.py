@@ -34,7 +34,7 @@ from nearpolicy.tasks.reasoning_gym import GymTask
 from nearpolicy.tasks.render import Renderer
 from nearpolicy.tasks.rows import Columns, FileTask, Row, Task
 from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, load_optimizer_tensors, newest, optimizer_tensors, prune
-from nearpolicy.trainer.evaluate import Evaluation, evaluate
+from nearpolicy.trainer.evaluate import evaluate
 from nearpolicy.trainer.loop import LoopOptions, Trainer
 from nearpolicy.trainer.loop import train as run_loop
 from nearpolicy.trainer.progress import Progress
@@ -176,16 +176,16 @@ class Parts:
         if self.sampler.version != version:
             self.sampler.load(self.policy.published_weights(), version)
 
-    def evaluate(self, version: int) -> Evaluation:
-        """Held-out prompts under the current weights."""
+    def evaluate(self, version: int, name: str = "eval") -> dict[str, float]:
+        """Held-out prompts under the current weights: metric rows named `name/...`."""
         self.publish(version)
         e = self.config.eval
         params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p)
-        return evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k)
-
-    def greedy(self) -> Evaluation:
-        """The greedy response to each held-out prompt."""
-        return evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
+        values = evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k).values(name)
+        if e.greedy:
+            greedy = evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
+            values[f"{name}/greedy"] = float(greedy.average().mean())
+        return values
 
 
 @contextmanager
@@ -415,7 +415,7 @@ def evaluate_checkpoint(
     """
     from nearpolicy.suites import find_suite, read_suite
 
-    folder = Path(checkpoint)
+    folder = model_folder(str(checkpoint))
     run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
     base = config_for(parts, run)
     overrides: dict[str, Any] = {"k": [int(k) for k in ks.split(",")]} if ks else {}
@@ -428,9 +428,7 @@ def evaluate_checkpoint(
     out: dict[str, float] = {}
     for name, config in configs.items():
         with assemble(config, folder, say) as built:
-            values = built.evaluate(0).values(name)
-            if config.eval.greedy:
-                values[f"{name}/greedy"] = float(built.greedy().average().mean())
+            values = built.evaluate(0, name)
             say(f"{name}: {len(built.prompts.heldout)} prompts x {config.eval.samples} samples, temperature {config.eval.temperature:g}, "
                 f"top-p {config.eval.top_p:g}")  # fmt: skip
         for key in [k for k in values if not k.endswith(("/low", "/high"))]:

@@ -18,7 +18,6 @@ from nearpolicy.protocols import Schedule
 from nearpolicy.rollout import Batch, Scored
 from nearpolicy.trainer.alarms import Alarms
 from nearpolicy.trainer.checkpoint import TrainerState, prune, save_checkpoint
-from nearpolicy.trainer.evaluate import Evaluation
 from nearpolicy.trainer.progress import Progress
 from nearpolicy.trainer.rundir import RunDir
 from nearpolicy.trainer.step import Stepper, StepResult
@@ -54,8 +53,8 @@ class Trainer:
     run: RunDir
     trackers: Sequence[Tracker]
     progress: Progress
-    evaluate: Callable[[int], Evaluation] | None
-    """Evaluate the weights of this version."""
+    evaluate: Callable[[int], Mapping[str, float]] | None
+    """Metric rows of the weights of this version on the held-out prompts."""
     save_model: Callable[[Path], None]
     trainer_state: Callable[[int, Mapping[str, Any], dict[str, Any]], TrainerState]
     decode: Callable[[Sequence[int]], list[str]]
@@ -152,7 +151,7 @@ def _evaluate(t: Trainer, step: int) -> None:
     if t.evaluate is None:
         return
     began = time.perf_counter()
-    values = t.evaluate(step).values()
+    values = dict(t.evaluate(step))
     seconds = time.perf_counter() - began
     t._eval_s += seconds
     _log(t, step, "eval", values | {"time/eval_s": seconds})
