@@ -98,7 +98,7 @@ class SamplerSuite:
         whole = {key(r): r for r in self.make(max_rows=64).sample(mixed_requests(), 2, eos)}
         variants = [
             self.make(max_rows=3).sample(mixed_requests(), 2, eos),
-            self.make(max_rows=64).sample(mixed_requests()[::-1], 4, eos),
+            self.make(max_rows=64).sample(mixed_requests()[::-1], 2, eos),
             [r for q in mixed_requests() for r in self.make(max_rows=64).sample([q], 2, eos)],
         ]
         for variant in variants:
