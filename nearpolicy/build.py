@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from nearpolicy.check import build_method, describe_config, model_size, refuse
-from nearpolicy.config import Config, layers, resolve, to_tree
+from nearpolicy.config import Config
 from nearpolicy.errors import CheckpointError, DataError, UsageError
+from nearpolicy.layers import layers, resolve, to_tree
 from nearpolicy.methods import Method
 from nearpolicy.metrics import LOG_RATIO_EDGES
 from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
@@ -143,9 +144,7 @@ def check_device(name: str) -> None:
     try:
         known = name == "auto" or torch.zeros(1, device=name) is not None
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            "device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=f"{error}".splitlines()[0]
-        ) from None
+        raise UsageError("device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=f"{error}".splitlines()[0]) from None
     assert known
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.config import Config, to_toml, to_tree
+from nearpolicy.config import Config
 from nearpolicy.errors import UsageError
+from nearpolicy.layers import to_toml, to_tree
 from nearpolicy.methods import Method, method
 
 IMPORTANCE_FREE = ("reinforce",)

@@ -137,7 +137,7 @@ def methods(name: str | None) -> None:
 @cli.command()
 def recipes() -> None:
     """List the recipes that ship with the package."""
-    from nearpolicy.config import RECIPES, recipe_names
+    from nearpolicy.layers import RECIPES, recipe_names
 
     for name in recipe_names():
         first = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearpolicy.config import Config, read_toml, resolve
+from nearpolicy.config import Config
 from nearpolicy.errors import UsageError, nearest
+from nearpolicy.layers import read_toml, resolve
 
 SUITES = Path(__file__).parent / "suites"
 

@@ -4,8 +4,9 @@ import tomllib
 
 import pytest
 
-from nearpolicy.config import Config, changed_keys, find_recipe, known_keys, load_config, parse_override, recipe_names, to_toml, to_tree
+from nearpolicy.config import Config, known_keys
 from nearpolicy.errors import UsageError
+from nearpolicy.layers import changed_keys, find_recipe, load_config, parse_override, recipe_names, to_toml, to_tree
 
 
 def test_layers_left_to_right(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 from nearpolicy import config as configuration
+from nearpolicy import layers
 from nearpolicy.cli import cli
 from nearpolicy.metrics import QUANTILES, TABLE
 from nearpolicy.suites import Benchmark
@@ -80,7 +81,7 @@ def _table(model: type[BaseModel], prefix: str, *, sections: bool = True) -> lis
 
 
 def _value(value: Any) -> str:
-    return "none" if value is None else configuration._value(configuration._plain(value)) if value != "" else '""'
+    return "none" if value is None else layers._value(layers._plain(value)) if value != "" else '""'
 
 
 def _type(annotation: Any) -> str:

@@ -18,8 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.config import Config, changed_keys, to_toml, to_tree
+from nearpolicy.config import Config
 from nearpolicy.errors import NearPolicyError, UsageError
+from nearpolicy.layers import changed_keys, to_toml, to_tree
 from nearpolicy.metrics import LOG_RATIO_EDGES, TABLE
 
 RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads")

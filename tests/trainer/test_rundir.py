@@ -8,8 +8,8 @@ import os
 import pytest
 
 import nearpolicy.trainer.rundir as module
-from nearpolicy.config import load_config
 from nearpolicy.errors import UsageError
+from nearpolicy.layers import load_config
 from nearpolicy.trainer.rundir import RunDir, RunDirError, environment, write_atomic
 
 

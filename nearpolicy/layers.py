@@ -1,0 +1,211 @@
+"""From TOML files and `key=value` overrides to the configuration, and back to TOML.
+
+Layers are merged from left to right. Unknown keys are refused with the nearest known one, all offenders in one line.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from nearpolicy.config import VARIANTS, Config, known_keys
+from nearpolicy.errors import UsageError, nearest
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`a.b=1` -> (["a", "b"], 1). The value is TOML; a bare word is taken as a string.
+
+    Raises:
+        UsageError: no `=`, an empty key, or a value that is neither TOML nor a bare word.
+    """
+    key, sep, value = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not sep or not all(path):
+        raise UsageError(
+            "override", got=repr(text), expected="key=value, for example train.lr=1e-5", do="Write the dotted key, '=' and a TOML value."
+        )
+    try:
+        return path, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r"[\w./:@~+ -]*", value):
+            return path, value.strip()
+        raise UsageError(key, got=repr(value), expected="a TOML value", do='Quote strings: key="text".') from None
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer `over` on `base`. A table whose `kind` (or method `name`) changes keeps only what the new variant knows."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            tag = next((t for t in ("kind", "name") if t in value), None)
+            if key == "method" and tag and value[tag] != old.get(tag):
+                old = {}
+            elif key in VARIANTS and tag == "kind" and value[tag] != old.get(tag, VARIANTS[key][0]):
+                fields = VARIANTS[key][1].get(str(value[tag]))
+                old = {k: v for k, v in old.items() if fields is not None and k in fields}
+            out[key] = _merge(dict(old), value)
+        else:
+            out[key] = dict(value) if isinstance(value, Mapping) else value
+    return out
+
+
+def _explain(error: ValidationError) -> UsageError:
+    """One line for everything pydantic found."""
+    known = known_keys()
+    parts, hints = [], []
+    for e in error.errors():
+        loc = [str(p) for p in e["loc"]]
+        for section, (_, variants) in VARIANTS.items():
+            if len(loc) > 1 and loc[0] == section and loc[1] in variants:
+                del loc[1]
+        key = ".".join(loc)
+        if e["type"] == "extra_forbidden":
+            parts.append(f"{key} is no known key")
+            hint = nearest(key, known)
+            hints += [hint] if hint.startswith("Did") else []
+        elif e["type"] == "union_tag_invalid":
+            parts.append(f"{key}.kind = {e['ctx']['tag']!r}")
+            hints.append(nearest(str(e["ctx"]["tag"]), VARIANTS[loc[0]][1]))
+        else:
+            parts.append(f"{key} = {e['input']!r} ({e['msg'].removeprefix('Value error, ')})" if e["type"] != "missing" else f"{key} is missing")
+    hint = " ".join(dict.fromkeys(hints)) or "See `nearpolicy check` for the resolved tree and docs/reference for every key."
+    return UsageError("configuration", got="; ".join(parts), expected="known keys with values in range", do=hint)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a tree; a byte-order mark is skipped. Raises UsageError with the line when it does not parse."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(str(path), got=f"no TOML: {error}", expected="a TOML file", do="Mend that line.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(str(path), got=str(error), expected="a readable TOML file", do="Check the path.") from None
+
+
+def recipe_names() -> list[str]:
+    """Recipes that ship with the package."""
+    return sorted(p.stem for p in RECIPES.glob("*.toml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A shipped recipe by name, or a file. Raises UsageError naming the nearest recipe."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    shipped = RECIPES / f"{name}.toml"
+    if shipped.exists():
+        return shipped
+    raise UsageError(
+        f"recipe {name!r}", got="no such recipe", expected="a recipe's name, a .toml file or key=value", do=nearest(name, recipe_names())
+    )
+
+
+def load_config(*parts: str) -> Config:
+    """Layer recipes, TOML files and `key=value` overrides from left to right.
+
+    Example: `load_config("tiny", "mine.toml", "train.lr=1e-4")`.
+    Raises:
+        UsageError: an unknown key, recipe or value out of range; one line naming all offenders.
+    """
+    return resolve(layers(parts))
+
+
+def layers(parts: Iterable[str]) -> list[dict[str, Any]]:
+    """The trees of each part, to be merged in order."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        if "=" in part and not part.endswith(".toml"):
+            path, value = parse_override(part)
+            tree: dict[str, Any] = {path[-1]: value}
+            for key in reversed(path[:-1]):
+                tree = {key: tree}
+            out.append(tree)
+        else:
+            out.append(read_toml(find_recipe(part)))
+    return out
+
+
+def resolve(trees: Sequence[Mapping[str, Any]]) -> Config:
+    """Merge and validate."""
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        merged = _merge(merged, tree)
+    if isinstance(merged.get("task"), dict):
+        merged["task"].setdefault("kind", "arithmetic")
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, for a resume with another configuration."""
+    out: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            out += changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            out.append(f"{prefix}{key}")
+    return out
+
+
+def to_tree(config: BaseModel) -> dict[str, Any]:
+    """Plain TOML values of the whole tree. A None is left out where it is the default, and the word "none" elsewhere."""
+    out: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if value is not None:
+            out[name] = _plain(value)
+        elif field.default is not None:
+            out[name] = "none"
+    return out | _plain(config.__pydantic_extra__ or {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return to_tree(value)
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """The tree as TOML text; `read` gives it back."""
+    lines: list[str] = []
+    _write_table(tree, (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(tree: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    tables = {k: v for k, v in tree.items() if isinstance(v, Mapping) and v}
+    if path and len(tables) < len(tree):
+        lines += ["", "[" + ".".join(_key(p) for p in path) + "]"]
+    lines += [f"{_key(k)} = {_value(v)}" for k, v in tree.items() if k not in tables]
+    for k, v in tables.items():
+        _write_table(v, (*path, k), lines)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(v: Any) -> str:
+    if isinstance(v, bool):
+        return "true" if v else "false"
+    if isinstance(v, int | float):
+        return repr(v)
+    if isinstance(v, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_value(x)}" for k, x in v.items()) + "}"
+    if isinstance(v, list | tuple):
+        return "[" + ", ".join(_value(x) for x in v) + "]"
+    escaped = "".join(c if c >= " " and c not in '"\\\x7f' else f"\\u{ord(c):04x}" for c in str(v))
+    return f'"{escaped}"'
