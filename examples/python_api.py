@@ -1,6 +1,8 @@
 """Training from Python: a configuration, a run, its numbers, and the checkpoint as a plain transformers model.
 
     python examples/python_api.py
+
+Two methods train on equally stale data; what differs between the runs is one word of the configuration.
 """
 
 import argparse
