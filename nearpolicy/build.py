@@ -123,8 +123,10 @@ class Prompts:
         index = self._order.index(cursor)
         if self._finite is not None:
             return self._finite[index]
+        size = self._task.train.size
         for shift in range(1000):
-            prompt = self._render(self._task.train.row(index + shift * 7919))
+            place = index + shift * 7919
+            prompt = self._render(self._task.train.row(place if size is None else place % size))
             if prompt is not None:
                 return prompt
         raise UsageError("task.max_prompt_tokens", got="1000 prompts in a row that are longer", expected="some within it", do="Raise it.")

@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
 def to_toml(tree: Mapping[str, Any]) -> str:
     """The tree as TOML text; `read` gives it back."""
     lines: list[str] = []
-    _write_table(tree, (), lines)
+    _write_table({k: v for k, v in tree.items() if v != {}}, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 

@@ -249,7 +249,7 @@ for _row in (
     ("policy/objective", "value", "none", "value of the method's literal objective: comparable within one method only", None),
     ("policy/loss", "value", "none", "value of the surrogate whose gradient is taken", "loss"),
     ("policy/kl_behavior_k1", "nats", "down", "mean of logp_behavior - logp over trained tokens (k1)", None),
-    ("policy/kl_behavior_k3", "nats", "down", "k3 estimate of KL(behaviour || current) over trained tokens", "approx_kl"),
+    ("policy/kl_behavior_k3", "nats", "down", "k3 estimate of KL(behaviour || current) over trained tokens", None),
     ("policy/kl_reference", "nats", "down", "KL to the reference by the configured estimator", "kl"),
     # ratios and weights
     ("ratio/clip_frac", "fraction", "band", "trained tokens whose gradient the kernel sets to zero (sign-aware)", "clip_ratio/region_mean"),

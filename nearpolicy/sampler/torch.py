@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.protocols import Request, SamplingParams
@@ -169,7 +169,8 @@ class TorchSampler:
 
     def _rollouts(self, rows: Sequence[Row], params: SamplingParams) -> list[Rollout]:
         out = []
-        for row in rows:
+        kept_T = [row.token_T if row.prefix is None else np.concatenate([row.prefix.token_T, row.token_T]) for row in rows]
+        for row, text in zip(rows, self._texts(kept_T), strict=True):
             kept, p = row.prefix, row.prefix_length
 
             def joined(old: Array | None, new: Array, kept: object = kept) -> Array:
@@ -185,13 +186,18 @@ class TorchSampler:
             rollout = Rollout(
                 prompt_id=row.request.prompt.id, group=row.request.ticket, sample=row.sample, prompt_P=row.prompt.numpy(), response_T=response,
                 logp_behavior_T=logp, version_T=joined(None if kept is None else kept.version_T, versions), prefix_length=p, entropy_T=entropy,
-                temperature=params.temperature, stop=row.stop, source=Source.FRESH if kept is None else Source.RELAY, text=self._text(response),
+                temperature=params.temperature, stop=row.stop, source=Source.FRESH if kept is None else Source.RELAY, text=text,
             )  # fmt: skip
             out.append(rollout)
         return out
 
-    def _text(self, response: Array) -> str:
+    def _texts(self, responses: Sequence[Array]) -> list[str]:
+        """Decoded responses, special tokens skipped."""
         if self.tokenizer is None:
-            return ""
-        text: str = self.tokenizer.decode(response.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+            return [""] * len(responses)
+        ids = [r.tolist() for r in responses]
+        if getattr(type(self.tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+            # What decode() does for a fast tokenizer without clean-up, without its checks of every id: 0.3 ms a response less.
+            texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+            return texts
+        return [self.tokenizer.decode(i, skip_special_tokens=True, clean_up_tokenization_spaces=False) for i in ids]

@@ -13,7 +13,7 @@ from nearpolicy.errors import DataError, EngineError
 from nearpolicy.metrics import Max, Mean, Metrics, Sum
 from nearpolicy.objective.advantages import group_advantages, overlong_penalty
 from nearpolicy.protocols import RolloutSource, ScoreItem, Verifier
-from nearpolicy.records import pack, unpack
+from nearpolicy.records import unpack
 from nearpolicy.rollout import Batch, Prompt, Scored, collate
 from nearpolicy.schedule.ledger import Ledger, age
 
@@ -95,23 +95,24 @@ class SyncSchedule:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, cursor, the half-used batch and surplus groups."""
+        """Ledger, cursor, the half-used batch and surplus groups; cheap, since batches and scored rollouts never change."""
         return {
             "ledger": self.ledger.state_dict(),
             "cursor": self.cursor,
             "tokens_sampled": self.tokens_sampled,
-            "waiting": [[t, pack(g)] for t, g in self._waiting.items()],
-            "batch": pack(self._batch) if self._slices else None,
+            "waiting": [[t, g] for t, g in self._waiting.items()],
+            "batch": self._batch if self._slices else None,
             "slices": list(self._slices),
             "source": self.source.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a stale batch."""
+        """Go on in the middle of a stale batch: from `state_dict`, or from what `records.pack` made of it."""
         self.ledger.load_state_dict(state["ledger"])
         self.cursor, self.tokens_sampled = int(state["cursor"]), int(state["tokens_sampled"])
-        self._waiting = {int(t): [unpack(Scored, s) for s in g] for t, g in state["waiting"]}
-        self._batch = None if state["batch"] is None else unpack(Batch, state["batch"])
+        self._waiting = {int(t): [s if isinstance(s, Scored) else unpack(Scored, s) for s in g] for t, g in state["waiting"]}
+        batch = state["batch"]
+        self._batch = batch if batch is None or isinstance(batch, Batch) else unpack(Batch, batch)
         self._slices = [list(s) for s in state["slices"]]
         self.source.load_state_dict(state["source"])
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearpolicy.errors import CheckpointError
-from nearpolicy.records import join_arrays, split_arrays
+from nearpolicy.records import join_arrays, pack, split_arrays
 from nearpolicy.trainer.rundir import disk_error
 
 FORMAT = 1
@@ -57,7 +57,7 @@ def save_checkpoint(checkpoints: Path, state: TrainerState, save_model: Callable
         trainer = aside / "trainer"
         trainer.mkdir(parents=True)
         save_model(aside)
-        tree, arrays = split_arrays(state.schedule, "schedule")
+        tree, arrays = split_arrays(pack(state.schedule), "schedule")
         save_file(_contiguous(state.optimizer), trainer / "optimizer.safetensors")
         save_file(_contiguous(state.master), trainer / "master.safetensors")
         save_file(_contiguous(arrays), trainer / "schedule.safetensors")

@@ -8,7 +8,7 @@ import torch
 
 from nearpolicy.errors import DataError, EngineError
 from nearpolicy.protocols import SamplingParams
-from nearpolicy.records import join_arrays, split_arrays
+from nearpolicy.records import join_arrays, pack, split_arrays
 from nearpolicy.rollout import Outcome, Prompt, Score, StopReason
 from nearpolicy.schedule.sync import SyncOptions, SyncSchedule, split_rows
 from nearpolicy.sources.fresh import FreshSource
@@ -174,7 +174,7 @@ def test_gone_on_with_in_the_middle_of_everything(cut):
     want = [whole.next(v) for v in range(9)][cut:]
     for version in range(cut):
         first.next(version)
-    tree, arrays = split_arrays(first.state_dict(), "s")
+    tree, arrays = split_arrays(pack(first.state_dict()), "s")
     second = build(judge, dynamic_sampling=True)
     second.load_state_dict(join_arrays(tree, arrays))
     for version, batch in enumerate(want, start=cut):
