@@ -148,7 +148,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
     """Dotted keys whose values differ, for a resume with another configuration."""
     out: list[str] = []
     for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
+        a, b = ({} if tree.get(key) is None else tree[key] for tree in (old, new))  # a table without keys is not written
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             out += changed_keys(a, b, f"{prefix}{key}.")
         elif a != b:

@@ -105,6 +105,8 @@ def test_a_broken_file_names_its_line(tmp_path):
 def test_changed_keys_name_what_differs():
     a, b = to_tree(load_config("tiny")), to_tree(load_config("tiny", "train.lr=1e-5", "method.c_pos=[1, 2]"))
     assert changed_keys(a, b) == ["method.c_pos", "train.lr"]
+    assert changed_keys({"a": 0, "r": {}}, {"a": False, "x": {"y": 2}}) == ["x.y"]
+    assert changed_keys({"a": False, "t": {"b": 1}}, {}) == ["a", "t.b"]
 
 
 def test_keys_the_issue_names_exist():
