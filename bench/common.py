@@ -7,6 +7,7 @@ JSON to the path the settings name. It may run in another virtual environment: t
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,11 @@ def last_words(text: str) -> str:
     return chosen.replace(str(ROOT), ".").replace(str(Path.home()), "~")[:400]
 
 
+def how_it_ended(code: int) -> str:
+    """`killed by SIGILL; ` for a process that a signal ended (an illegal instruction, no memory left), else nothing."""
+    return f"killed by {signal.Signals(-code).name}; last line: " if code < 0 else ""
+
+
 def run_child(module: str, spec: Mapping[str, Any], *, python: Path = OURS, threads: int, timeout: float = 3600) -> dict[str, Any]:
     """Run one child to its end and return what it measured.
 
@@ -70,7 +76,7 @@ def run_child(module: str, spec: Mapping[str, Any], *, python: Path = OURS, thre
         except subprocess.TimeoutExpired:
             raise BenchError(f"bench.{module} ran longer than {timeout:.0f} s") from None
         if done.returncode or not result.exists():
-            raise BenchError(last_words(done.stderr or done.stdout))
+            raise BenchError(how_it_ended(done.returncode) + last_words(done.stderr or done.stdout))
         return dict(json.loads(result.read_text()))
 
 
@@ -109,9 +115,9 @@ class Server:
             if line.startswith(self.MARK):
                 return dict(json.loads(line.removeprefix(self.MARK)))
             self._said.append(line)
-        self._process.wait()
+        code = self._process.wait()
         self._log.seek(0)
-        raise BenchError(last_words(self._log.read() + "".join(self._said)))
+        raise BenchError(how_it_ended(code) + last_words(self._log.read() + "".join(self._said)))
 
     def close(self) -> None:
         """End the child; idempotent."""

@@ -6,6 +6,7 @@ two sides take turns; a pair is two runs next to each other.
 """
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def _compare(name: str, case: dict[str, Any], loss: str, threads: int, say: Say)
     """Runs that take turns, of every dtype of each side first and of the faster ones after that."""
     runs: dict[str, list[dict[str, Any]]] = {}
     failed: dict[str, str] = {}
+    took: dict[str, float] = {}
 
     def go(side: str, dtype: str | None) -> None:
         label = f"{side} {dtype}"
@@ -74,6 +76,7 @@ def _compare(name: str, case: dict[str, Any], loss: str, threads: int, say: Say)
             failed[label] = str(error)
             say(f"{name} {loss} {threads} threads  {label}: {error}")
             return
+        took.setdefault(side, time.perf_counter() - start)
         got["rate"] = got["samples"] / got["seconds"]
         runs.setdefault(label, []).append(got)
         figures = f"{got['rate']:.1f} samples/s, {got['cpu_seconds']:.1f} processor s, peak {got['peak_mb']:.0f} MB"
