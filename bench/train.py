@@ -67,11 +67,12 @@ def _compare(name: str, case: dict[str, Any], loss: str, threads: int, say: Say)
         label = f"{side} {dtype}"
         if dtype is None or label in failed:
             return
-        python = OURS if side == "nearpolicy" else TRL
+        module, python = ("train_ours", OURS) if side == "nearpolicy" else ("train_trl", TRL)
+        # Half precision can be slower than float32 by any factor where the processor lacks it: enough is known at four times the first run.
+        limit = max(60.0, 4 * took[side]) if side in took else 7200.0
+        start = time.perf_counter()
         try:
-            got = run_child(
-                "train_ours" if side == "nearpolicy" else "train_trl", {**case, "loss": loss, "dtype": dtype}, python=python, threads=threads
-            )
+            got = run_child(module, {**case, "loss": loss, "dtype": dtype}, python=python, threads=threads, timeout=limit)
         except BenchError as error:
             failed[label] = str(error)
             say(f"{name} {loss} {threads} threads  {label}: {error}")
