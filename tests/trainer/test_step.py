@@ -91,3 +91,41 @@ def test_an_all_masked_batch_changes_nothing_and_is_counted():
     assert all(not m.any() for m in moved)
     assert result.metrics["data/empty_rows"].value == 4
     assert result.metrics["train/grad_norm"].value == 0
+
+
+def test_rows_without_advantage_are_measured_and_not_differentiated(monkeypatch):
+    """Equal rewards give exactly no gradient: the update is the one of the other rows, and the metrics are those of all rows."""
+    import dataclasses
+
+    batch = random_batch(rows=8, group_size=2, seed=6)
+    advantage = batch.advantage_BT.clone()
+    advantage[2:6] = 0
+    batch = dataclasses.replace(batch, advantage_BT=advantage)
+    s = stepper()
+    assert s._with_gradient(batch) == ([0, 1, 6, 7], [2, 3, 4, 5])
+    quick, result = change(s, batch)
+    slow = stepper()
+    monkeypatch.setattr(Stepper, "_with_gradient", lambda self, b: (list(range(len(b))), []))
+    full, everything = change(slow, batch)
+    scale = max(float(g.abs().max()) for g in full)
+    for a, b in zip(quick, full, strict=True):
+        assert float((a - b).abs().max()) <= 2e-5 * scale
+    for key, value in everything.metrics.items():
+        if not key.startswith("time/"):
+            assert result.metrics[key].value == pytest.approx(value.value, rel=1e-3, abs=1e-5), key
+    monkeypatch.undo()
+    assert stepper(entropy_coefficient=0.1)._with_gradient(batch)[1] == []
+    assert stepper(name="m2po")._with_gradient(batch)[1] == []
+
+
+def test_an_update_without_any_signal_still_moves_adams_moments():
+    import dataclasses
+
+    batch = random_batch(rows=4, group_size=2, seed=7)
+    s = stepper()
+    s.optimizer = torch.optim.AdamW(s.policy.trainable_parameters(), lr=0.1, weight_decay=0.0)
+    s.update(batch, 0)
+    first = s.policy.trainable_parameters()[0].detach().clone()
+    s.update(dataclasses.replace(batch, advantage_BT=torch.zeros_like(batch.advantage_BT)), 1)
+    assert not torch.equal(first, s.policy.trainable_parameters()[0])
+    assert {int(state["step"]) for state in s.optimizer.state.values()} == {2}
