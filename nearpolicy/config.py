@@ -4,16 +4,28 @@ Unions are tagged by `kind`. Method options are checked by the method's own row
 (`nearpolicy.methods`), where their defaults live.
 """
 
-import math
+import sys
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+MOST_RESPONSES = 1_048_576
+"""Responses in one rollout batch."""
+MOST_TOKENS = 1_000_000
+"""Tokens in a prompt, and in a response."""
+MOST_UPDATES = 100_000_000
+"""Optimizer updates of a run, and of a pause between two events in it."""
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    if not abs(value) <= _LARGEST:  # NaN, infinity and whole numbers that no float holds
         raise ValueError("must be a finite number")
     return value
+
+
+_LARGEST = sys.float_info.max
 
 
 def _none(value: Any) -> Any:
@@ -22,7 +34,12 @@ def _none(value: Any) -> Any:
 
 Off = BeforeValidator(_none)
 """TOML has no null: the word "none" switches off what is on by default."""
-Real = Annotated[float, BeforeValidator(_finite)]
+Real = Annotated[float, BeforeValidator(_number)]
+"""A number: no truth value, no text."""
+Whole = Annotated[int, Strict()]
+"""A whole number: no truth value, no text, no fraction."""
+Flag = Annotated[bool, Strict()]
+"""true or false: no number, no text."""
 
 
 class _Section(BaseModel):
@@ -32,9 +49,9 @@ class _Section(BaseModel):
 class Lora(_Section):
     """Low-rank adapters (extra `lora`)."""
 
-    rank: int = Field(16, ge=1)
+    rank: Whole = Field(16, ge=1, le=65_536)
     """Rank of each adapter."""
-    alpha: Real = Field(32.0, gt=0)
+    alpha: Real = Field(32.0, gt=0, le=1e6)
     """Scale: the update is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter, by name."""
@@ -47,7 +64,7 @@ class Model(_Section):
     """A Hugging Face folder, or `tiny` (shipped), or `smollm2` (extra; converted once into the user's cache)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. Master weights are float32. `auto` takes bfloat16 only where the hardware is faster at it."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     shared_prompts: Literal["auto", "off"] = "auto"
     """Compute the prompt of a group once in the update, where that saves work."""
@@ -61,7 +78,7 @@ class Reward(_Section):
     function: str
     """`exact`, `number`, `math_verify`, `arithmetic`, or an import path `package.module:function` or `file.py:function` with the signature
     (prompts, completions, **columns) -> list of float or None."""
-    weight: Real = 1.0
+    weight: Real = Field(1.0, ge=-1e6, le=1e6)
     """Its weight in the sum over the functions that did not abstain."""
     name: str = ""
     """Names its part of the score; empty takes the function's own name."""
@@ -76,17 +93,17 @@ class _Task(_Section):
     """Render prompts with the tokenizer's chat template; `auto` does so when it has one."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the template (for example `enable_thinking = false`)."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: Whole = Field(1024, ge=1, le=MOST_TOKENS)
     """Longest prompt."""
     long_prompts: Literal["error", "skip"] = "error"
     """What to do with a longer one."""
-    heldout: int = Field(256, ge=0)
+    heldout: Whole = Field(256, ge=0, le=100_000)
     """Held-out prompts for evaluation."""
     rewards: tuple[Reward, ...] = ()
     """Reward functions; empty takes the task's own."""
-    workers: int = Field(1, ge=1)
+    workers: Whole = Field(1, ge=1, le=1024)
     """Reward worker processes."""
-    deadline: Real = Field(5.0, gt=0)
+    deadline: Real = Field(5.0, gt=0, le=86_400)
     """Seconds a reward may take for one response before its worker is killed."""
 
 
@@ -94,11 +111,11 @@ class ArithmeticTask(_Task):
     """A labelled chain of one-digit operations with a scratchpad; endless, made on the fly."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    modulus: int = Field(5, ge=2, le=10)
+    modulus: Whole = Field(5, ge=2, le=10)
     """Digits are taken modulo this."""
-    num_ops: int = Field(8, ge=1, le=8)
+    num_ops: Whole = Field(8, ge=1, le=8)
     """Operations in the chain."""
-    strategies: int | None = None
+    strategies: Whole | None = None
     """Set to 3 for the variant with a leading strategy digit and a hidden key."""
 
 
@@ -138,27 +155,27 @@ class Rollout(_Section):
 
     source: Literal["fresh"] = "fresh"
     """Who writes the responses: `fresh` = the current policy writes all of each."""
-    prompts: int = Field(64, ge=1)
+    prompts: Whole = Field(64, ge=1, le=MOST_RESPONSES)
     """Prompts in a rollout batch (P)."""
-    group_size: int = Field(8, ge=1)
+    group_size: Whole = Field(8, ge=1, le=MOST_RESPONSES)
     """Responses to each prompt (G)."""
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: Whole = Field(64, ge=1, le=MOST_TOKENS)
     """Longest response."""
-    temperature: Real = Field(1.0, gt=0)
+    temperature: Real = Field(1.0, gt=0, le=1e6)
     """Sampling temperature; log-probs are of the scaled distribution in sampler and trainer alike."""
     top_p: Real = Field(1.0, gt=0, le=1)
     """Must be 1 in training: importance weights need the full distribution."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Any of these ends a response."""
-    max_rows: int = Field(512, ge=1)
+    max_rows: Whole = Field(512, ge=1, le=MOST_RESPONSES)
     """Responses decoded at the same time."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: Flag = False
     """Reject groups whose rewards are all equal and draw others (DAPO)."""
-    max_redraws: int = Field(8, ge=1)
+    max_redraws: Whole = Field(8, ge=1, le=1_000_000)
     """Rounds of redrawing before the run stops with a clear message."""
-    overlong_buffer: int | None = Field(None, ge=1)
+    overlong_buffer: Whole | None = Field(None, ge=1, le=MOST_TOKENS)
     """Tokens before `max_tokens` over which the soft length penalty grows to -1 (DAPO); None = off."""
-    mask_truncated: bool = False
+    mask_truncated: Flag = False
     """Leave responses cut by the limit out of the loss."""
 
 
@@ -166,7 +183,7 @@ class SyncSchedule(_Section):
     """Sample a batch, reuse it for N sequential updates, sample again."""
 
     kind: Literal["sync"] = "sync"
-    updates_per_rollout: int = Field(1, ge=1)
+    updates_per_rollout: Whole = Field(1, ge=1, le=MOST_RESPONSES)
     """Updates each rollout batch is split into (N). N = 1 is on-policy; the last mini-batch is N - 1 updates old."""
 
 
@@ -198,18 +215,18 @@ class Advantage(_Section):
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     """What is subtracted inside a group."""
-    normalize_std: bool | None = None
+    normalize_std: Flag | None = None
     """Divide by the group's standard deviation; None takes the method's own habit."""
 
 
 class Train(_Section):
     """The optimizer."""
 
-    steps: int = Field(100, ge=1)
+    steps: Whole = Field(100, ge=1, le=MOST_UPDATES)
     """Optimizer updates."""
-    lr: Real = Field(1e-6, gt=0)
+    lr: Real = Field(1e-6, gt=0, le=1e3)
     """Peak learning rate of AdamW."""
-    warmup: int = Field(0, ge=0)
+    warmup: Whole = Field(0, ge=0)
     """Updates of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
@@ -217,17 +234,17 @@ class Train(_Section):
     """Learning rate at the end of the decay."""
     betas: tuple[Real, Real] = (0.9, 0.999)
     """Adam's moment decays."""
-    weight_decay: Real = Field(0.0, ge=0)
+    weight_decay: Real = Field(0.0, ge=0, le=1e3)
     """Decoupled weight decay."""
     grad_clip: Annotated[Annotated[Real, Field(gt=0)] | None, Off] = 1.0
     """Largest global gradient norm; "none" = off."""
-    token_budget: int = Field(16384, ge=1)
+    token_budget: Whole = Field(16384, ge=1, le=1_000_000_000)
     """Tokens (padding included) in one forward and backward pass. Loss and gradient do not depend on it."""
-    kl_coefficient: Real = Field(0.0, ge=0)
+    kl_coefficient: Real = Field(0.0, ge=0, le=1e6)
     """Weight of the KL penalty to the initial model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of that penalty; each has the gradient of KL(policy || reference)."""
-    entropy_coefficient: Real = 0.0
+    entropy_coefficient: Real = Field(0.0, ge=-1e6, le=1e6)
     """Weight of the entropy bonus."""
 
     @model_validator(mode="after")
@@ -242,17 +259,17 @@ class Train(_Section):
 class Eval(_Section):
     """Evaluation on the held-out prompts."""
 
-    every: int = Field(20, ge=0)
+    every: Whole = Field(20, ge=0, le=MOST_UPDATES)
     """Updates between evaluations; 0 = only at the end."""
-    samples: int = Field(1, ge=1)
+    samples: Whole = Field(1, ge=1, le=65_536)
     """Responses to each held-out prompt (n)."""
-    k: tuple[int, ...] = (1,)
+    k: tuple[Whole, ...] = (1,)
     """The k of pass@k; each at most `samples`."""
-    temperature: Real = Field(1.0, ge=0)
+    temperature: Real = Field(1.0, ge=0, le=1e6)
     """0 is greedy."""
     top_p: Real = Field(1.0, gt=0, le=1)
     """Nucleus; below 1 is fine in evaluation."""
-    greedy: bool = False
+    greedy: Flag = False
     """Also report the greedy response's score."""
 
     @model_validator(mode="after")
@@ -265,20 +282,20 @@ class Eval(_Section):
 class Checkpoint(_Section):
     """When the run can be gone on from."""
 
-    every: int = Field(100, ge=1)
+    every: Whole = Field(100, ge=1, le=MOST_UPDATES)
     """Updates between checkpoints; the last update always writes one."""
-    keep: Annotated[Annotated[int, Field(ge=1)] | None, Off] = 3
+    keep: Annotated[Annotated[Whole, Field(ge=1)] | None, Off] = 3
     """Newest checkpoints kept (one from before an alarm is kept besides); "none" keeps all."""
 
 
 class Log(_Section):
     """What is recorded."""
 
-    every: int = Field(1, ge=1)
+    every: Whole = Field(1, ge=1, le=MOST_UPDATES)
     """Updates between lines of metrics.jsonl."""
-    rollouts_every: int = Field(50, ge=0)
+    rollouts_every: Whole = Field(50, ge=0, le=MOST_UPDATES)
     """Updates between recorded sample responses; 0 = never."""
-    rollouts: int = Field(8, ge=1)
+    rollouts: Whole = Field(8, ge=1, le=MOST_RESPONSES)
     """Responses recorded each time."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Further trackers (extras); metrics.jsonl is always written."""
@@ -287,12 +304,12 @@ class Log(_Section):
 class Config(_Section):
     """A run."""
 
-    seed: int = Field(0, ge=0)
+    seed: Whole = Field(0, ge=0, le=2**63 - 1)
     """Everything random is a function of this."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:0` ...; `auto` takes a GPU when there is one."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch; None leaves torch's own choice, or one for models too small to share."""
+    threads: Whole | None = Field(None, ge=1, le=4096)
+    """CPU threads of torch; None leaves torch's own choice, at most two for small models. Results are equal bit for bit for an equal number."""
     model: Model = Model()
     task: Task = ArithmeticTask()
     rollout: Rollout = Rollout()

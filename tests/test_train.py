@@ -206,6 +206,57 @@ def test_a_failing_run_keeps_what_it_has(tiny, tmp_path, monkeypatch):
     assert weights(tmp_path / "a", 8) == weights(tmp_path / "b", 8)
 
 
+def test_a_failure_after_an_update_saves_the_weights_with_their_own_schedule(tiny, tmp_path, monkeypatch):
+    """Whatever raises between an update and its checkpoint: the update is neither lost nor applied twice."""
+    from nearpolicy.trainer import loop as module
+
+    real = module.to_floats
+
+    def breaks(metrics, **options):
+        if metrics["stale/age_max"].value == 2:  # while update 3 is measured
+            raise NearPolicyError("metrics", got="a broken disk", expected="room", do="Mend it.")
+        return real(metrics, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "to_floats", breaks)
+        with pytest.raises(NearPolicyError, match="broken disk"):
+            run(tiny, tmp_path / "a", "checkpoint.every=100")
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-000003"]
+    run(tiny, tmp_path / "a", "checkpoint.every=100", resume=True)
+    run(tiny, tmp_path / "b", "checkpoint.every=100")
+    assert weights(tmp_path / "a", 8) == weights(tmp_path / "b", 8)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, whole, tmp_path, monkeypatch):
+    from nearpolicy.trainer import loop as module
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_checkpoint", lambda *_: (_ for _ in ()).throw(MemoryError("killed")))
+        with pytest.raises(MemoryError):
+            run(tiny, tmp_path / "a")
+    assert not list((tmp_path / "a" / "checkpoints").iterdir())
+    said = run(tiny, tmp_path / "a", resume=True)
+    assert any("begins again" in line for line in said)
+    assert weights(tmp_path / "a", 8) == weights(whole, 8)
+    assert [r["step"] for r in rows(tmp_path / "a")] == list(range(1, 9))
+    assert [r["step"] for r in rows(tmp_path / "a", "eval")] == [0, 4, 8]
+
+
+def test_ctrl_c_in_the_last_update_is_the_end_of_the_run(tiny, tmp_path, monkeypatch):
+    from nearpolicy.trainer import loop as module
+
+    real = module._measure
+
+    def interrupted(t, step, *rest):
+        real(t, step, *rest)
+        if step == 8:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(module, "_measure", interrupted)
+    run(tiny, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / "status.json").read_text())["status"] == "finished"
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights(tiny, tmp_path, monkeypatch):
     from nearpolicy.trainer import step as module
 

@@ -7,6 +7,7 @@ and `trainer/manifest.json` (size and SHA-256 of every file) tells. Nothing is u
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,10 +72,22 @@ def save_checkpoint(checkpoints: Path, state: TrainerState, save_model: Callable
         shutil.rmtree(target, ignore_errors=True)  # only a damaged one can lie there; an earlier checkpoint covers this moment
         os.rename(aside, target)
         _fsync(checkpoints)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise disk_error(target, error if isinstance(error, OSError) else OSError(str(error))) from error
+        raise disk_error(target, _os_error(error)) from error
     return target
+
+
+def _os_error(error: BaseException) -> OSError:
+    """The system's error behind this one: safetensors and transformers wrap it, or only name its number."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        if number := re.search(r"os error (\d+)", str(cause)):
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+        cause = cause.__cause__ or cause.__context__
+    return OSError(str(error))
 
 
 def load_checkpoint(folder: Path) -> TrainerState:
@@ -97,10 +110,13 @@ def verify(folder: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size and hash."""
     manifest = folder / "trainer" / "manifest.json"
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in json.loads(manifest.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         raise CheckpointError(str(folder), got="no readable trainer/manifest.json", expected="a complete checkpoint",
                               do="Go on from an earlier checkpoint.") from None  # fmt: skip
+    if "trainer/state.json" not in files:
+        raise CheckpointError(str(folder), got="a manifest without trainer/state.json", expected="a complete checkpoint",
+                              do="Go on from an earlier checkpoint.")  # fmt: skip
     for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or _sha256(path) != digest:
@@ -108,18 +124,30 @@ def verify(folder: Path) -> None:
                                   do="Go on from an earlier checkpoint.")  # fmt: skip
 
 
-def newest(checkpoints: Path, say: Callable[[str], None]) -> Path:
-    """The newest complete checkpoint; each damaged one passed over is said. Raises CheckpointError when none is left."""
-    folders = sorted((p for p in checkpoints.glob("step-*") if p.is_dir()), reverse=True) if checkpoints.is_dir() else []
-    for folder in folders:
+def saved_steps(checkpoints: Path) -> dict[int, Path]:
+    """Checkpoint folders by step, oldest first; anything else that lies there is left alone."""
+    found = {int(m[1]): p for p in checkpoints.glob("step-*") if p.is_dir() and (m := re.fullmatch(r"step-(\d{6,})", p.name))}
+    return dict(sorted(found.items()))
+
+
+def newest(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest complete checkpoint, each damaged one passed over being said; None when the run never wrote one.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    folders = list(saved_steps(checkpoints).values())
+    for folder in reversed(folders):
         try:
             verify(folder)
         except CheckpointError as error:
             say(f"passed over: {error}")
             continue
         return folder
-    raise CheckpointError(str(checkpoints), got=f"{len(folders)} damaged checkpoints" if folders else "no checkpoint", expected="a complete one",
-                          do="The run was stopped before its first checkpoint: start it again with another --out.")  # fmt: skip
+    if folders:
+        raise CheckpointError(str(checkpoints), got=f"{len(folders)} damaged checkpoints and no complete one", expected="a complete one",
+                              do="Restore one from a copy, or start the run again with another --out.")  # fmt: skip
+    return None
 
 
 def prune(checkpoints: Path, keep: int | None, spared: set[int]) -> None:
@@ -128,10 +156,10 @@ def prune(checkpoints: Path, keep: int | None, spared: set[int]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
         return
-    folders = sorted(p for p in checkpoints.glob("step-*") if p.is_dir())
-    for folder in folders[:-keep]:
-        if int(folder.name.removeprefix("step-")) not in spared:
-            shutil.rmtree(folder, ignore_errors=True)
+    steps = saved_steps(checkpoints)
+    for step in list(steps)[:-keep]:
+        if step not in spared:
+            shutil.rmtree(steps[step], ignore_errors=True)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nearpolicy.rollout import Batch, Scored
 from nearpolicy.trainer.alarms import Alarms
 from nearpolicy.trainer.checkpoint import TrainerState, prune, save_checkpoint
 from nearpolicy.trainer.progress import Progress
-from nearpolicy.trainer.rundir import RunDir
+from nearpolicy.trainer.rundir import RunDir, RunDirError
 from nearpolicy.trainer.step import Stepper, StepResult
 from nearpolicy.trainer.trackers import Tracker
 
@@ -79,7 +79,7 @@ def train(t: Trainer) -> None:
         Stopped: Ctrl-C or SIGTERM, after the update in flight.
         NearPolicyError: what stopped the run; the run can be gone on with.
     """
-    t._began, t._saved = time.perf_counter(), t.start
+    t._began, t._saved, t.stepper.done = time.perf_counter(), t.start, t.start
     step, boundary = t.start, t.schedule.state_dict()
     try:
         with _graceful(t.progress.say) as stop:
@@ -93,19 +93,20 @@ def train(t: Trainer) -> None:
                 _measure(t, step + 1, batch, result, time.perf_counter() - began)
                 if _due(step + 1, t.options.eval_every, t.options.steps):
                     _evaluate(t, step + 1)
-                if _due(step + 1, t.options.checkpoint_every, t.options.steps):
+                if stop or _due(step + 1, t.options.checkpoint_every, t.options.steps):
                     _checkpoint(t, step + 1, t.schedule.state_dict())
-                if stop:
-                    _checkpoint(t, step + 1, t.schedule.state_dict())
+                if stop and step + 1 < t.options.steps:
                     raise Stopped("run", got=stop[0], expected="to run on", do=f"Checkpoint of step {step + 1} written: go on with --resume.")
         _end(t, "finished", t.options.steps)
     except Stopped as error:
-        _end(t, "interrupted", step + 1, str(error))
+        _end(t, "interrupted", t.stepper.done, str(error))
+        raise
+    except KeyboardInterrupt:  # the second Ctrl-C: it may have cut an update in two, so nothing is saved
+        _end(t, "interrupted", t._saved, "stopped at once")
         raise
     except Exception as error:
-        if step > t._saved:
-            _checkpoint(t, step, boundary)
-        _end(t, "failed", step, str(error))
+        _rescue(t, step, boundary, error)
+        _end(t, "failed", t.stepper.done, str(error))
         raise
     finally:
         t.progress.close()
@@ -113,9 +114,21 @@ def train(t: Trainer) -> None:
             tracker.close()
 
 
+def _rescue(t: Trainer, step: int, boundary: Mapping[str, Any], error: Exception) -> None:
+    """Save what the weights contain, with the schedule as it was at that moment: before this update, or after it when it was applied."""
+    if isinstance(error, RunDirError) or t.stepper.done <= t._saved:
+        return
+    state = boundary if t.stepper.done == step else t.schedule.state_dict()
+    try:
+        _checkpoint(t, t.stepper.done, state)
+    except (NearPolicyError, OSError) as second:
+        t.progress.say(f"warning: no checkpoint could be written: {second}")
+
+
 def _end(t: Trainer, how: str, step: int, message: str = "") -> None:
-    _log(t, step, "event", {"event": how, "message": message})
-    t.run.set_status(how, step=step, message=message)
+    with suppress(NearPolicyError, OSError):  # on a full disk the first error is the one to show
+        _log(t, step, "event", {"event": how, "message": message})
+        t.run.set_status(how, step=step, message=message)
 
 
 def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: float) -> None:

@@ -5,6 +5,7 @@ run.toml (resolved), env.json, status.json, metrics.jsonl, metrics_table.json, h
 
 import dataclasses
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -12,15 +13,14 @@ import platform
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nearpolicy.config import Config
 from nearpolicy.errors import NearPolicyError, UsageError
-from nearpolicy.layers import changed_keys, to_toml, to_tree
+from nearpolicy.layers import changed_keys, read_toml, to_toml, to_tree
 from nearpolicy.metrics import LOG_RATIO_EDGES, TABLE
 
 RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads")
@@ -59,6 +59,7 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
+        self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunDir":
@@ -66,11 +67,7 @@ class RunDir:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"--out {path}", got="it exists", expected="a new directory", do="Choose another --out, or go on with --resume.")
         run = cls(path)
-        try:
-            run.checkpoints.mkdir(parents=True)
-            run.rollouts.mkdir()
-        except OSError as error:
-            raise disk_error(path, error) from error
+        run._claim()
         write_atomic(path / "run.toml", to_toml(to_tree(config)))
         write_atomic(path / "env.json", json.dumps(environment(), indent=1))
         write_atomic(path / "metrics_table.json", json.dumps([dataclasses.asdict(spec) for spec in TABLE.values()], indent=1))
@@ -85,16 +82,44 @@ class RunDir:
         saved = path / "run.toml"
         if not saved.exists():
             raise UsageError(f"--resume {path}", got="no run.toml in it", expected="a run directory", do="Give the --out of the run to go on with.")
-        changed = changed_keys(tomllib.loads(saved.read_text(encoding="utf-8")), to_tree(config))
+        changed = changed_keys(read_toml(saved), to_tree(config))
         refused = [k for k in changed if not k.startswith(RESUMABLE_CHANGES)]
         if refused:
             raise UsageError(
                 f"--resume {path}", got=f"changed keys {', '.join(refused)}", expected="the configuration in run.toml",
                 do="Take the changes back, or start another run from its checkpoint with model.path.",
             )  # fmt: skip
+        run = cls(path)
+        run._claim()
         if changed:
             write_atomic(saved, to_toml(to_tree(config)))
-        return cls(path)
+        return run
+
+    def _claim(self) -> None:
+        """Make the folders and hold the lock of this run until `close` or the end of the process, however it ends."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.rollouts.mkdir(exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+", encoding="ascii")  # noqa: SIM115
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise UsageError(f"--out {self.path}", got=f"another process running in it (pid {owner})", expected="one process in a run",
+                             do="Wait for it or stop it.") from None  # fmt: skip
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Let another process go on with the run; idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @property
     def metrics_file(self) -> Path:

@@ -57,6 +57,8 @@ class Stepper:
         self, policy: HFPolicy, method: Method, optimizer: torch.optim.Optimizer, options: StepOptions, lr_at: Callable[[int], float]
     ) -> None:
         self.policy, self.method, self.optimizer, self.options, self.lr_at = policy, method, optimizer, options, lr_at
+        self.done = 0
+        """Updates that the weights contain; moves together with them."""
 
     def update(self, batch: Batch, step: int) -> StepResult:
         """Update number `step` (from 0) on this batch.
@@ -171,6 +173,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_at(step)
         self.optimizer.step()
+        self.done = step + 1
         return norm
 
 

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import nearpolicy.trainer.checkpoint as module
 from nearpolicy.errors import CheckpointError
@@ -115,9 +116,29 @@ def test_a_damaged_checkpoint_is_refused_and_said(checkpoints, damage):
     assert "step-000002" in said[0]
 
 
-def test_no_checkpoint_left_is_one_clear_line(checkpoints):
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+def test_a_run_without_a_checkpoint_begins_again_and_damaged_ones_are_said(checkpoints):
+    assert newest(checkpoints, print) is None
+    folder = save_checkpoint(checkpoints, state(1), save_model)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="1 damaged"):
         newest(checkpoints, print)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"a.txt": 5}', "3", "{}", '{"a": ["x", 1]}'])
+def test_a_manifest_of_another_shape_is_damage(checkpoints, content):
+    save_checkpoint(checkpoints, state(1), save_model)
+    folder = save_checkpoint(checkpoints, state(2), save_model)
+    (folder / "trainer" / "manifest.json").write_text(content)
+    assert newest(checkpoints, print).name == "step-000001"
+
+
+def test_steps_are_numbers_and_other_folders_are_left_alone(checkpoints):
+    for step in (999_999, 1_000_000):
+        save_checkpoint(checkpoints, state(step), save_model)
+    (checkpoints / "step-000024.bak").mkdir()
+    assert newest(checkpoints, print).name == "step-1000000"
+    prune(checkpoints, 1, set())
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step-000024.bak", "step-1000000"]
 
 
 def test_a_full_disk_is_said_and_earlier_checkpoints_stand(checkpoints, monkeypatch):
@@ -126,9 +147,19 @@ def test_a_full_disk_is_said_and_earlier_checkpoints_stand(checkpoints, monkeypa
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(RunDirError, match="no space left"):
-        save_checkpoint(checkpoints, state(2), save_model)
+    def wrapped(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    def model_full(folder):
+        try:
+            full()
+        except OSError as error:
+            raise CheckpointError("Model folder", got="OSError", expected="room", do="Free space.") from error
+
+    for save_file, model in ((full, save_model), (wrapped, save_model), (module.save_file, model_full)):
+        monkeypatch.setattr(module, "save_file", save_file)
+        with pytest.raises(RunDirError, match="no space left"):
+            save_checkpoint(checkpoints, state(2), model)
     assert load_checkpoint(newest(checkpoints, print)).step == 1
     assert sorted(p.name for p in checkpoints.parent.iterdir()) == ["checkpoints"]
 

@@ -13,6 +13,23 @@ from nearpolicy.layers import load_config
 from nearpolicy.trainer.rundir import RunDir, RunDirError, environment, write_atomic
 
 
+def test_one_process_in_a_run(tmp_path):
+    config = load_config("tiny")
+    run = RunDir.create(tmp_path / "a", config)
+    with pytest.raises(UsageError, match=f"pid {os.getpid()}"):
+        RunDir.open(tmp_path / "a", config)
+    run.close()
+    run.close()
+    RunDir.open(tmp_path / "a", config).close()
+
+
+def test_a_damaged_run_toml_is_one_clear_line(tmp_path):
+    RunDir.create(tmp_path / "a", load_config("tiny")).close()
+    (tmp_path / "a" / "run.toml").write_text("{bad")
+    with pytest.raises(UsageError, match="no TOML"):
+        RunDir.open(tmp_path / "a", load_config("tiny"))
+
+
 def test_created_with_what_a_number_is_traced_to(tmp_path):
     run = RunDir.create(tmp_path / "a", load_config("tiny"))
     env = json.loads((run.path / "env.json").read_text())
@@ -35,11 +52,11 @@ def test_an_existing_directory_is_refused(tmp_path):
 
 
 def test_a_resume_says_which_keys_changed(tmp_path):
-    RunDir.create(tmp_path / "a", load_config("tiny"))
+    RunDir.create(tmp_path / "a", load_config("tiny")).close()
     with pytest.raises(UsageError, match=r"changed keys method\.name, train\.lr") as error:
         RunDir.open(tmp_path / "a", load_config("tiny", "train.lr=1e-5", "method.name=grpo"))
     assert "\n" not in str(error.value)
-    RunDir.open(tmp_path / "a", load_config("tiny", "train.steps=1000", "eval.every=7"))
+    RunDir.open(tmp_path / "a", load_config("tiny", "train.steps=1000", "eval.every=7")).close()
     assert "steps = 1000" in (tmp_path / "a" / "run.toml").read_text()
     with pytest.raises(UsageError, match=r"no run\.toml"):
         RunDir.open(tmp_path / "nothing", load_config("tiny"))
