@@ -33,11 +33,16 @@ def measure(
         quick: one pair.
         model: a Hugging Face folder; None is SmolLM2.
     """
+    import torch  # not at the top: vLLM's child imports this file in an environment without nearpolicy
+
+    from nearpolicy.policy.hf import fast_bfloat16
+
     pairs = pairs or (1 if quick else 7)
     folder = model or run_child("sampling", {"where": True}, threads=1)["folder"]
     runs: dict[str, dict[str, list[float]]] = {}
     failed: dict[str, str] = {}
-    for dtype in ("float32", "bfloat16"):
+    # On a CPU without bfloat16 matrix products half precision is several times slower than float32.
+    for dtype in ("float32", "bfloat16") if device != "cpu" or fast_bfloat16(torch.device("cpu")) else ("float32",):
         servers: dict[str, Server] = {}
         runs[dtype] = {name: [] for name in ENGINES}
         try:
@@ -65,7 +70,7 @@ def measure(
     verdicts = {
         f"{peer} {dtype}": ratio_verdict(runs[dtype]["nearpolicy"], runs[dtype][peer], target)
         for (peer, dtype), target in TARGETS.items()
-        if runs[dtype][peer] and runs[dtype]["nearpolicy"]
+        if dtype in runs and runs[dtype][peer] and runs[dtype]["nearpolicy"]
     }
     return {"runs": runs, "failed": failed, "verdicts": verdicts, "pairs": pairs, "threads": threads}
 
