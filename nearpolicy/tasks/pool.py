@@ -5,113 +5,37 @@ item, in order. Every item has one of four outcomes: score, abstain, timeout, er
 
 Items travel in chunks; results come back one by one, so that the parent always knows which item a worker is at and since when. A worker
 past the deadline gets SIGKILL at once, with everything it started; its current item is a timeout and the rest of its chunk goes back to
-the queue. A worker is a plain interpreter, not a fork or a multiprocessing child: it never imports the parent's main module, holds no
-locks or devices of it, and starts in a fraction of a second.
+the queue.
 
 Own code rather than pebble: that is LGPL, takes 4 s over a worker that ignores SIGTERM, and has an open report of lost tasks. Executors
 and `multiprocessing.Pool` end with their first hung worker.
 """
 
-import contextlib
-import json
 import math
 import os
 import pickle
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, Self
 
 from nearpolicy.errors import EngineError, UsageError
 from nearpolicy.protocols import ScoreItem
 from nearpolicy.rollout import Outcome, Score
 from nearpolicy.tasks.functions import RewardSpec
+from nearpolicy.tasks.process import START_TIMEOUT_S, Worker, await_ready, failure_text
 
 MAX_CHUNK = 64
 """Most items sent to a worker at once."""
 MAX_FAILED_STARTS = 3
 """Replacements in a row that fail to start before the remaining items of a call are errors."""
 _CHUNKS_PER_WORKER = 4
-_MAX_RESULT_BYTES = 2**20
-_IO_TIMEOUT_S = 10
-_BOOT = "import sys; sys.path[:] = sys.argv[3].split(chr(0x1f)); from nearpolicy.tasks.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
-class _Worker:
-    """One process: `starting` until it says ready, then idle or, with items in `flight`, busy."""
-
-    def __init__(self, setup: bytes, cwd: str, boot_s: float) -> None:
-        ours, theirs = socket.socketpair()
-        # A worker that stops reading or writes half a message must not stop the parent.
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _IO_TIMEOUT_S, 0))
-        life, self._life = os.pipe()
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(life), "\x1f".join(sys.path)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), life), start_new_session=True, cwd=cwd, env={**_ENVIRONMENT, **os.environ},
-            )  # fmt: skip
-        except BaseException:
-            os.close(self._life)
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(life)
-        self.connection = Connection(ours.detach())
-        self.starting = True
-        self.flight: deque[int] = deque()
-        self.due = time.monotonic() + boot_s
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(setup)
-
-    def send(self, keys: Sequence[int], blobs: Sequence[bytes | None], deadline_s: float) -> bool:
-        """Hand over a chunk; False when the worker is gone."""
-        try:
-            self.connection.send_bytes(pickle.dumps([blobs[k] for k in keys]))
-        except OSError:
-            return False
-        self.flight.extend(keys)
-        self.due = time.monotonic() + deadline_s
-        return True
-
-    def ending(self) -> str:
-        """How the process ended: "SIGSEGV", "exit code 3", or that it lives on without its connection."""
-        try:
-            code = self.process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-
-    def kill(self) -> None:
-        """SIGKILL the process and all it started; idempotent."""
-        if self.connection.closed:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5.0)
-        self.connection.close()
-        os.close(self._life)
-        self.starting = False
-
-
-def _kill_all(workers: list[_Worker], owner: int) -> None:
+def _kill_all(workers: list[Worker], owner: int) -> None:
     """Also runs at interpreter exit; a forked child of the owner must leave its workers alone."""
     if os.getpid() == owner:
         for worker in workers:
@@ -126,22 +50,24 @@ class RewardPool:
     dropped. Workers have one thread for numerical libraries and a fixed hash seed unless the environment says otherwise.
 
     Args:
-        spec: the reward functions, imported here once and in every worker.
+        spec: the reward functions. Those that do not come with the package are imported in worker processes only.
         workers: worker processes, >= 1.
         deadline_s: seconds that one item may take, all functions together, > 0.
         memory_mb: limit of a worker's data segment in MiB (beyond it the function gets MemoryError); None is no limit.
         start_timeout_s: seconds a worker may take to import the functions. Not charged to any item.
     Raises:
-        UsageError: a function cannot be imported or called, here or in a worker; or a value outside its bounds.
-        EngineError: a worker does not start.
+        UsageError: a function cannot be imported (in time) or called, or does not take its options; or a value outside its bounds.
+        EngineError: no process can be started.
     """
 
-    def __init__(self, spec: RewardSpec, *, workers: int, deadline_s: float, memory_mb: int | None = 4096, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, spec: RewardSpec, *, workers: int, deadline_s: float, memory_mb: int | None = 4096, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
         if workers < 1:
             raise UsageError("Reward pool: workers", got=workers, expected="at least 1", do="Give it a worker.")
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise UsageError("Reward pool: deadline_s", got=deadline_s, expected="seconds above 0", do="Give each sample some time.")
-        spec.functions()
+        spec.functions(timeout_s=start_timeout_s)
         self.spec, self.deadline_s = spec, deadline_s
         self.counts: Counter[Outcome] = Counter()
         """Items scored so far, by outcome."""
@@ -157,12 +83,16 @@ class RewardPool:
         self._lock = threading.RLock()
         self._closed = False
         self._failed_starts, self._failure = 0, ""
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         try:
             for _ in range(workers):
-                self._workers.append(_Worker(self._setup, self._cwd, start_timeout_s))
-            self._await_start()
+                self._workers.append(Worker(self._setup, self._cwd, start_timeout_s))
+            for worker in self._workers:
+                await_ready(worker, [r.path for r in spec.rewards], start_timeout_s)
+        except OSError as error:
+            self.close()
+            raise EngineError("Reward worker start", got=error, expected="a new process", do="Lower task.workers.") from error
         except BaseException:
             self.close()
             raise
@@ -238,7 +168,7 @@ class RewardPool:
                 self._drain(worker, pending, results)
         now = time.monotonic()
         for worker in waiting:
-            if worker.connection.closed or now < worker.due or not (worker.starting or worker.flight) or _readable(worker):
+            if worker.connection.closed or now < worker.due or not (worker.starting or worker.flight) or worker.readable():
                 continue
             if worker.starting:
                 self._start_failed(worker, f"not ready after {self._start_timeout_s:g} s")
@@ -246,14 +176,14 @@ class RewardPool:
             results[worker.flight.popleft()] = _failed(Outcome.TIMEOUT, f"no result within {self.deadline_s:g} s")
             self._give_back(worker, pending)
 
-    def _drain(self, worker: _Worker, pending: deque[int], results: list[Score | None]) -> None:
+    def _drain(self, worker: Worker, pending: deque[int], results: list[Score | None]) -> None:
         """Take every message that is there. A message that makes no sense counts as the end of the worker."""
         try:
-            while _readable(worker):
-                message = json.loads(worker.connection.recv_bytes(_MAX_RESULT_BYTES))
+            while worker.readable():
+                message = worker.receive()
                 if worker.starting:
                     if message[0] != "ready":
-                        self._start_failed(worker, str(message[1]))
+                        self._start_failed(worker, failure_text(message[1]))
                         return
                     worker.starting, self._failed_starts = False, 0
                 else:
@@ -276,49 +206,29 @@ class RewardPool:
             parts={name: float(part) for name, part in zip(self._names, parts, strict=False)},
         )  # fmt: skip
 
-    def _give_back(self, worker: _Worker, pending: deque[int]) -> None:
+    def _give_back(self, worker: Worker, pending: deque[int]) -> None:
         """Queue what the worker had not begun, in front, and replace it."""
         pending.extendleft(reversed(worker.flight))
         worker.flight.clear()
         self._replace(worker)
 
-    def _start_failed(self, worker: _Worker, why: str) -> None:
+    def _start_failed(self, worker: Worker, why: str) -> None:
         self._failed_starts += 1
         self._failure = why
         self._replace(worker)
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         worker.kill()
         worker.flight.clear()
         if self._closed:
             return
         self.restarts += 1
         try:
-            self._workers[self._workers.index(worker)] = _Worker(self._setup, self._cwd, self._start_timeout_s)
+            self._workers[self._workers.index(worker)] = Worker(self._setup, self._cwd, self._start_timeout_s)
         except OSError as error:
             # The dead worker keeps its place; the next hand-out tries again.
             self._failed_starts += 1
             self._failure = str(error)
-
-    def _await_start(self) -> None:
-        for worker in self._workers:
-            ready = worker.connection.poll(max(0.0, worker.due - time.monotonic()))
-            try:
-                message = json.loads(worker.connection.recv_bytes(_MAX_RESULT_BYTES)) if ready else ["late"]
-            except (EOFError, OSError):
-                message = ["died", worker.ending()]
-            if message[0] == "failed":
-                raise UsageError("Reward function in a worker process", got=message[1], expected="functions that can be imported there",
-                                 do="They are imported afresh, without the main module of this program.")  # fmt: skip
-            if message[0] != "ready":
-                why = f"no answer in {self._start_timeout_s:g} s" if message[0] == "late" else f"its end ({message[1]})"
-                raise EngineError("Reward worker start", got=why, expected="a process that imports the reward functions",
-                                  do="See what importing them does.")  # fmt: skip
-            worker.starting = False
-
-
-def _readable(worker: _Worker) -> bool:
-    return not worker.connection.closed and worker.connection.poll(0)
 
 
 def _failed(outcome: Outcome, message: str) -> Score:

@@ -118,7 +118,19 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
         raise DataError(f"{path}:{number}", got=f"{line[:_MAX_SHOWN]!r} ({error})", expected="a JSON object", do=hint) from error
     if not isinstance(record, dict):
         raise DataError(f"{path}:{number}", got=f"a JSON {type(record).__name__}", expected="a JSON object", do="Write one object a line.")
+    if "\\ud" in line.lower():
+        _refuse_half_characters(record, path, number)
     return record
+
+
+def _refuse_half_characters(record: dict[str, Any], path: Path, number: int) -> None:
+    """An escape such as \\ud800 without its other half is valid JSON and no text: nothing can encode it."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"{path}:{number}", got=f"half a character, \\u{ord(half):04x}", expected="text",
+                        do="Mend or drop the line; its writer cut a surrogate pair.") from error  # fmt: skip
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -153,4 +153,5 @@ def _warm_up(*, dataset: str, dataset_options: Mapping[str, Any] | None = None, 
 
 
 own_score.needs_answer = True  # type: ignore[attr-defined]
+own_score.required_options = ("dataset",)  # type: ignore[attr-defined]
 own_score.warm_up = _warm_up  # type: ignore[attr-defined]

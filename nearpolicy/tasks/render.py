@@ -64,7 +64,7 @@ class Renderer:
         self._kwargs, self._max, self._on_long = dict(chat_template_kwargs or {}), max_prompt_tokens, on_long
         self._warn_function, self._bare_instruct = warn or _warn, has_template and not self._use_template
         self._bos: int | None = tokenizer.bos_token_id
-        self._adds_bos = self._bos is not None and list(tokenizer("0")["input_ids"])[:1] == [self._bos]
+        self._adds_bos = self._bos is not None and self._encode("0")[:1] == [self._bos]
         self.warned: Counter[str] = Counter()
         """Prompts each warning applied to."""
         self.skipped = 0
@@ -117,7 +117,7 @@ class Renderer:
         except Exception as error:
             raise DataError(f"Prompt of row {row.id!r}", got=f"{type(error).__name__}: {error} from the chat template",
                             expected="messages it can render", do="See which roles and order the model's template takes.") from error  # fmt: skip
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encode(text, row, add_special_tokens=False)
 
     def _bare(self, row: Row) -> list[int]:
         if not isinstance(row.prompt, str):
@@ -125,12 +125,22 @@ class Renderer:
                             do="Use a model whose tokenizer has a template, or give prompts as text.")  # fmt: skip
         if self._bare_instruct:
             self._say("an instruct model is given bare text: its chat template is off")
-        ids = list(self._tokenizer(row.prompt)["input_ids"])
+        ids = self._encode(row.prompt, row)
         eos = self._tokenizer.eos_token_id
         # Some tokenizers close every text; a closed prompt has nothing left to say.
-        if eos is not None and ids[-1:] == [eos] and list(self._tokenizer(row.prompt, add_special_tokens=False)["input_ids"])[-1:] != [eos]:
+        if eos is not None and ids[-1:] == [eos] and self._encode(row.prompt, row, add_special_tokens=False)[-1:] != [eos]:
             ids.pop()
         return ids
+
+    def _encode(self, text: str, row: Row | None = None, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(f"Prompt of row {row.id if row else ''!r}", got=f"half a character, \\u{ord(half):04x}", expected="text",
+                            do="Mend or drop the row.") from error  # fmt: skip
+        # Not verbose: the tokenizer's own warning about long texts would say less than the limit's error does.
+        return list(self._tokenizer(text, verbose=False, **options)["input_ids"])
 
     def _check_bos(self, ids: list[int]) -> None:
         if self._bos is None:

@@ -3,11 +3,13 @@
 Started by `nearpolicy.tasks.pool` with a connection (a socket) and a life line (the read end of a pipe that the parent never writes to).
 Light on purpose: standard library only, no torch.
 
-    parent -> worker   first {functions, memory_mb}, then lists of pickled items (prompt, completion, columns)
-    worker -> parent   JSON: ["ready"] or ["failed", message] once, then [outcome, reward, parts, message] for each item, in order
+    parent -> worker   first {functions, memory_mb}, then lists of pickled items (prompt, completion, columns); or {probe: paths} alone
+    worker -> parent   JSON: ["ready"] or ["failed", {what, got, expected, do}] once, then [outcome, reward, parts, message] for each
+                       item, in order; to a probe ["ready", facts of each function] or ["failed", ...]
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import inspect
 import json
@@ -17,12 +19,14 @@ import pickle
 import resource
 import select
 import signal
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nearpolicy.tasks.functions import load_function
+from nearpolicy.errors import NearPolicyError
+from nearpolicy.tasks.functions import facts_of, load_function
 
 _MAX_MESSAGE = 300
 _RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -38,17 +42,16 @@ def main(connection_fd: int, life_fd: int) -> None:
     _die_with_parent(life_fd)
     connection = Connection(connection_fd)
     setup = pickle.loads(connection.recv_bytes())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "probe" in setup:
+        _answer(connection, lambda: [dataclasses.asdict(facts_of(load_function(path))) for path in setup["probe"]])
+        os._exit(0)
     if setup["memory_mb"] is not None:
         limit, hard = setup["memory_mb"] * _MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        functions = [Bound(*one) for one in setup["functions"]]
-    except BaseException as error:
-        connection.send_bytes(json.dumps(["failed", describe(error)]).encode())
-        os._exit(1)
-    connection.send_bytes(json.dumps(["ready"]).encode())
+    functions: list[Bound] = []
+    _answer(connection, lambda: functions.extend(Bound(*one) for one in setup["functions"]))
     while True:
         try:
             blobs = pickle.loads(connection.recv_bytes())
@@ -61,13 +64,34 @@ def main(connection_fd: int, life_fd: int) -> None:
             connection.send_bytes(json.dumps(result).encode())
 
 
+def _answer(connection: Connection, start: Callable[[], Any]) -> None:
+    """Say ["ready", what `start` returned] or what went wrong; in that case the process ends."""
+    try:
+        reply = ["ready", start()]
+        line = json.dumps(reply)
+    except NearPolicyError as error:
+        reply = ["failed", {"what": error.what, "got": str(error.got), "expected": error.expected, "do": error.do}]
+        line = json.dumps(reply)
+    except BaseException as error:
+        failure = {"what": "Reward function in a worker process", "got": describe(error), "expected": "functions that can be imported there",
+                   "do": "They are imported afresh, without the main module of this program."}  # fmt: skip
+        line = json.dumps(["failed", failure])
+    connection.send_bytes(line.encode())
+    if line.startswith('["failed"'):
+        os._exit(1)
+
+
 def _die_with_parent(life_fd: int) -> None:
     """Have the kernel end this process group when the parent is gone, even inside C code that never returns.
 
-    The life line hangs up when its write end closes; asynchronous I/O turns that into SIGIO, whose default is to end the process.
+    The life line hangs up when its write end closes; asynchronous I/O turns that into a signal to the group. On Linux it can be SIGKILL,
+    which nothing blocks; elsewhere it is SIGIO, whose default is to end the process. (PR_SET_PDEATHSIG would fire when the thread that
+    started the worker ends, and the pool is used from several.)
     """
     with contextlib.suppress(OSError):
         fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
+        if hasattr(fcntl, "F_SETSIG"):
+            fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([life_fd], [], [], 0)[0]:
         os._exit(0)
@@ -116,7 +140,16 @@ class Bound:
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"returned {number}, not a finite number (None abstains)")
-        return number
+        return _within_float32(number, f"returned {number:g}")
+
+
+def _within_float32(number: float, what: str) -> float:
+    """`number`, unless it is infinite in float32, the dtype of rewards."""
+    try:
+        struct.pack("<f", number)  # the native format packs an infinity instead
+    except OverflowError:
+        raise ValueError(f"{what}, which is beyond float32") from None
+    return number
 
 
 def judge(functions: list[Bound], blob: bytes) -> Result:
@@ -133,9 +166,10 @@ def judge(functions: list[Bound], blob: bytes) -> Result:
                 total, abstained = total + function.weight * value, False
         if not math.isfinite(total):
             raise ValueError(f"the weighted sum is {total}")
+        _within_float32(total, f"the weighted sum is {total:g}")
     except BaseException as error:
         return "error", math.nan, parts, f"{name}: {describe(error)}" if name else describe(error)
-    return ("abstain", math.nan, parts, "") if abstained else ("score", total, parts, "")
+    return ("abstain", math.nan, parts, "all reward functions abstained") if abstained else ("score", total, parts, "")
 
 
 def describe(error: BaseException) -> str:

@@ -24,12 +24,11 @@ class Case:
 
 
 def well_formed(score: Score) -> bool:
-    """A reward if and only if the outcome is SCORE; a reason, in one line, for what went wrong."""
-    failed = score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)
+    """A reward if and only if the outcome is SCORE; a reason, in one line, for everything else."""
     return (
         math.isfinite(score.reward) == (score.outcome is Outcome.SCORE)
         and (math.isnan(score.reward) or math.isfinite(score.reward))
-        and bool(score.message) == failed
+        and bool(score.message) == (score.outcome is not Outcome.SCORE)
         and "\n" not in score.message
     )
 

@@ -241,6 +241,91 @@ def test_bad_folders_are_said_in_one_line(folder, tmp_path):
     refused(folder, "no tokenizer")
 
 
+@pytest.fixture
+def said(capfd):
+    """What was printed or logged by transformers since the last call; its own settings must come back."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers"), Lines()
+    logger.addHandler(handler)
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+
+    def read() -> str:
+        assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+        out = "".join([*lines, *capfd.readouterr()])
+        lines.clear()
+        return out
+
+    yield read
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"hidden_size": 16}, r"mismatched keys, e\.g\. [a-z0-9_.]+weight;"),
+        ({"num_attention_heads": 3, "hidden_size": "wide"}, r"config\.json: got .*hidden_size"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "missing keys"),
+        ({"model_type": "no_such_model"}, "no_such_model"),
+    ],
+)
+def test_a_refused_folder_prints_nothing(folder, said, change, match):
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    said()
+    with pytest.raises(CheckpointError, match=match) as e:
+        load_model(folder)
+    assert "\n" not in str(e.value)
+    assert said() == ""
+    if "missing" in match:  # what is not printed above
+        AutoModelForCausalLM.from_pretrained(folder)
+        assert "LOAD REPORT" in said()
+
+
+@pytest.mark.parametrize(("bad", "count"), [(float("nan"), 1), (float("inf"), 1), (-float("inf"), 2)])
+def test_weights_that_are_not_finite_are_named(folder, bad, count):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"].view(-1)[:count] = bad
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{count} of 1536 values of model\.layers\.1\.mlp\.up_proj\.weight NaN or infinite"):
+        load_model(folder)
+    model = tiny("qwen3")
+    model.load_state_dict(weights, strict=False)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight NaN or infinite"):
+        HFPolicy(model)
+
+
+def test_weights_whose_sum_overflows_are_finite(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:2] = 3e38
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model, _ = load_model(folder)
+    assert model.model.norm.weight[0].detach().item() == pytest.approx(3e38)
+
+
+def test_loading_with_checkpointed_activations_and_saving_print_and_warn_nothing(folder, tmp_path, said):
+    said()
+    model, tokenizer = load_model(folder, gradient_checkpointing=True)
+    policy = HFPolicy(model, tokenizer=tokenizer)
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    policy.save(tmp_path / "again")
+    assert said() == ""
+
+
 def test_unknown_options_are_refused(folder):
     with pytest.raises(UsageError, match="dtype"):
         load_model(folder, dtype="float8")

@@ -44,6 +44,25 @@ def test_is_written_aside_once_and_renamed(written: list[Path], monkeypatch: pyt
     assert sorted(p.name for p in default_folder().iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_the_conversion_prints_nothing(written: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture):
+    from tqdm.auto import tqdm
+    from transformers.utils import logging as transformers_logging
+
+    inner = smollm2._write
+
+    def chatty(gguf: Path, folder: Path) -> None:
+        list(tqdm(range(3), desc="expanding"))
+        list(transformers_logging.tqdm(range(3), desc="shards"))
+        inner(gguf, folder)
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    monkeypatch.setattr(smollm2, "_write", chatty)
+    convert_smollm2(tmp_path / "model")
+    assert len(written) == 1
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled() == bars
+
+
 def test_two_at_once_share_the_first_to_finish(written: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     inner = smollm2._write
 

@@ -5,6 +5,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -43,6 +44,24 @@ def _fork_and_hang():
             f.write(str(os.getpid()))
         time.sleep(60)
     time.sleep(60)
+
+
+def _start(how, then):
+    """A process in a session of its own: `plain`, with an empty environment (`bare`), or without its parent (`daemon`)."""
+    command = ["sh", "-c", "echo $$ >> " + os.environ["HOSTILE_CHILD"] + "; exec sleep 60"]
+    if how == "daemon":
+        subprocess.run(["sh", "-c", "setsid " + " ".join([*command[:2], f"'{command[2]}'"]) + " &"], check=True)
+    else:
+        subprocess.Popen(command, start_new_session=True, env={"PATH": os.environ["PATH"]} if how == "bare" else None)
+    while not os.path.exists(os.environ["HOSTILE_CHILD"]):
+        time.sleep(0.01)
+    return then()
+
+
+def _hang_blocking_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        time.sleep(60)
 
 
 def _close_everything():
@@ -91,6 +110,14 @@ ACTS = {
     "sigterm": _hang_ignoring_sigterm,
     "print": _print_without_end,
     "fork": _fork_and_hang,
+    "blocked": _hang_blocking_signals,
+    "huge": lambda: [1e300],
+    "large": lambda: [3e38],
+    "plain": lambda: _start("plain", lambda: [1.0]),
+    "bare": lambda: _start("bare", lambda: [1.0]),
+    "daemon": lambda: _start("daemon", lambda: [1.0]),
+    "plain_hang": lambda: _start("plain", lambda: time.sleep(60)),
+    "plain_exit": lambda: _start("plain", lambda: os._exit(3)),
     "close": _close_everything,
     "exit": lambda: os._exit(3),
     "segfault": lambda: ctypes.string_at(0),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import nearpolicy.tasks.arithmetic as module
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.tasks.arithmetic import ALPHABET, PLAIN_NOISE, STRATEGIC_NOISE, ArithmeticTask, arithmetic, is_heldout, parse
+from nearpolicy.tasks.functions import load_function
 from nearpolicy.tasks.rows import Row
 
 PROMPT = "3a+4b*2c-0d*3="
@@ -204,7 +205,7 @@ def test_a_split_without_prompts_is_refused_not_searched_for_ever(monkeypatch: p
 
 def test_the_default_reward_is_found_and_needs_an_answer():
     spec = ArithmeticTask().reward
-    assert spec.functions() == [arithmetic]
+    assert load_function(spec.rewards[0].path) is arithmetic
     assert spec.needs_answer
 
 

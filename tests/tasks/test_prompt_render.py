@@ -1,5 +1,7 @@
 """From rows to token ids: templates, special tokens, limits."""
 
+import logging
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -119,6 +121,33 @@ def test_long_prompts():
     assert renderer.skipped == 2
     with pytest.raises(DataError, match="all 1 longer than 2 tokens"):
         renderer.all([ROW])
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_a_prompt_beyond_the_tokenizers_own_limit_prints_nothing(template):
+    tokenizer, lines = make(template), []
+    tokenizer.model_max_length = 3
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers"), Lines()
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(DataError, match=r"row 'r1'.*at most 2"):
+            render(Row("r1", "hi? " * 5), tokenizer, max_prompt_tokens=2)
+        assert lines == []
+        tokenizer("hi? " * 5)  # the line that is not printed above
+        assert len(lines) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_half_a_character_names_its_row(template):
+    with pytest.raises(DataError, match=r"row 'r7': got half a character, \\ud800"):
+        render(Row("r7", "\ud800 1+1="), make(template))
 
 
 def test_refusals():

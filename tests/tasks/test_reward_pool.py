@@ -56,6 +56,7 @@ BAD = [
     ("sys.exit", "SystemExit"),
     ("nan", "returned nan"),
     ("inf", "returned inf"),
+    ("huge", "returned 1e+300, which is beyond float32"),
     ("two", "returned 2 values for 1 completion"),
     ("empty", "returned 0 values for 1 completion"),
     ("scalar", "returned a float, not a list"),
@@ -126,6 +127,26 @@ def test_what_a_worker_started_ends_with_it(tmp_path, monkeypatch):
     assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
+@pytest.mark.parametrize("name", ["plain", "bare", "daemon", "plain_hang", "plain_exit"])
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOSTILE_CHILD", str(tmp_path / "pid"))
+    with RewardPool(act(), workers=1, deadline_s=DEADLINE_S) as pool:
+        (score,) = pool.score([item(name)])
+        child = int((tmp_path / "pid").read_text())
+        assert score.outcome is {"plain_hang": Outcome.TIMEOUT, "plain_exit": Outcome.ERROR}.get(name, Outcome.SCORE)
+        assert score.outcome is not Outcome.SCORE or not gone(child)
+    assert wait_until(lambda: gone(child))
+
+
+def test_a_weighted_sum_beyond_float32_is_an_error():
+    spec = RewardSpec((Reward(function=f"{HOSTILE}:act", weight=-10.0),))
+    with RewardPool(spec, workers=1, deadline_s=5) as pool:
+        large, fine = pool.score([item("large"), item(1)])
+    assert large.outcome is Outcome.ERROR
+    assert "the weighted sum is -3e+39, which is beyond float32" in large.message
+    assert fine.reward == -10.0
+
+
 def test_nothing_is_lost_or_scored_twice_when_workers_are_killed(tmp_path):
     log = tmp_path / "log"
     names = [str(k) for k in range(150)]
@@ -180,7 +201,9 @@ def test_several_rewards_are_a_weighted_sum_over_those_that_did_not_abstain():
 
 def test_all_functions_abstaining_is_an_abstention():
     with RewardPool(RewardSpec.single(f"{HOSTILE}:only_odd"), workers=1, deadline_s=5) as pool:
-        assert [s.outcome for s in pool.score([item(2), item(1)])] == [Outcome.ABSTAIN, Outcome.SCORE]
+        none, one = pool.score([item(2), item(1)])
+    assert (none.outcome, none.message) == (Outcome.ABSTAIN, "all reward functions abstained")
+    assert (one.outcome, one.message) == (Outcome.SCORE, "")
 
 
 def test_arguments_arrive_as_trl_hands_them_over():
@@ -237,22 +260,37 @@ def forked(child) -> int:
     return pid
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_no_orphans_when_the_parent_goes(end, tmp_path):
-    """Ctrl-C, or an end nobody can handle, while the worker is in C code that never returns."""
+@pytest.mark.parametrize(
+    ("end", "name", "from_thread"), [(signal.SIGINT, "power", False), (signal.SIGKILL, "power", False), (signal.SIGKILL, "blocked", True)]
+)
+def test_no_orphans_when_the_parent_goes(end, name, from_thread, tmp_path):
+    """Ctrl-C, or an end nobody can handle, while the worker is in C code that never returns or blocks every signal.
+
+    A worker started by a thread that has ended lives on until then.
+    """
     note = tmp_path / "pid"
 
     def owner():
-        pool = RewardPool(act(), workers=1, deadline_s=60)
-        (tmp_path / "part").write_text(str(int(pool.score([item("pid")])[0].reward)))
+        pools = []
+
+        def start():
+            pools.append(RewardPool(act(), workers=1, deadline_s=60))
+
+        if from_thread:
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+        else:
+            start()
+        (tmp_path / "part").write_text(str(int(pools[0].score([item("pid")])[0].reward)))
         (tmp_path / "part").rename(note)
-        pool.score([item("power")])
+        pools[0].score([item(name)])
 
     parent = forked(owner)
     assert wait_until(note.exists)
     worker = int(note.read_text())
-    assert not gone(worker)
     time.sleep(0.2)
+    assert not gone(worker)
     os.kill(parent, end)
     os.waitpid(parent, 0)
     assert wait_until(lambda: gone(worker))
@@ -272,26 +310,29 @@ def test_a_memory_hog_gets_a_memory_error():
     assert fine.reward == 1.0
 
 
-def test_a_function_that_only_fails_in_workers_is_a_usage_error_at_start(tmp_path, monkeypatch):
+def test_a_function_that_fails_after_the_check_is_a_usage_error_at_start(tmp_path):
+    """The check has a process of its own; each worker imports afresh."""
     (tmp_path / "here.py").write_text(
-        "import os\nif 'NOT_IN_WORKERS' not in os.environ: raise RuntimeError('only here')\ndef f(completions): return [1]\n"
+        "import os\nif os.path.exists(__file__ + '.seen'): raise RuntimeError('only once')\n"
+        "open(__file__ + '.seen', 'w').close()\ndef f(completions): return [1]\n"
     )
-    monkeypatch.setenv("NOT_IN_WORKERS", "1")
     spec = RewardSpec.single(f"{tmp_path}/here.py:f")
     spec.functions()
-    monkeypatch.delenv("NOT_IN_WORKERS")
-    with pytest.raises(UsageError, match=r"in a worker process: got .*RuntimeError: only here"):
-        RewardPool(spec, workers=1, deadline_s=1)
+    with pytest.raises(UsageError, match=r"here\.py:f': got RuntimeError: only once while importing"):
+        RewardPool(spec, workers=1, deadline_s=1, memory_mb=None)
 
 
-def test_a_worker_that_never_starts_is_an_engine_error(tmp_path, monkeypatch):
-    (tmp_path / "slow.py").write_text("import os, time\nif 'PARENT' not in os.environ: time.sleep(60)\ndef f(completions): return [1]\n")
-    monkeypatch.setenv("PARENT", "1")
-    spec = RewardSpec.single(f"{tmp_path}/slow.py:f")
-    spec.functions()
-    monkeypatch.delenv("PARENT")
-    with pytest.raises(EngineError, match=r"no answer in 0\.3 s"):
-        RewardPool(spec, workers=1, deadline_s=1, start_timeout_s=0.3)
+@pytest.mark.parametrize(("body", "said"), [("time.sleep(60)", r"did not import within 0\.5 s"), ("os._exit(7)", "exit code 7")])
+def test_a_module_that_hangs_or_exits_is_a_usage_error(tmp_path, body, said):
+    (tmp_path / "bad.py").write_text(f"import os, time\n{body}\ndef f(completions): return [1]\n")
+    with pytest.raises(UsageError, match=said):
+        RewardPool(RewardSpec.single(f"{tmp_path}/bad.py:f"), workers=2, deadline_s=1, start_timeout_s=0.5 if "sleep" in body else 20)
+
+
+def test_a_process_that_cannot_be_started_is_an_engine_error(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *a, **k: (_ for _ in ()).throw(BlockingIOError(11, "Resource temporarily unavailable")))
+    with pytest.raises(EngineError, match="temporarily unavailable"):
+        RewardPool(RewardSpec.single("number"), workers=1, deadline_s=1)
 
 
 def test_when_replacements_fail_to_start_the_rest_are_errors_and_the_next_call_tries_again(tmp_path):

@@ -105,12 +105,22 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
         (b'[{"question": "a"},\n', "looks like one JSON array"),
         (b"[" * 100_000, "train.jsonl:1"),
         (b'{"question": "\xff"}\n', r"train.jsonl:1: got byte 0xff at column 15; expected UTF-8"),
+        (jsonl(RECORDS) + b'{"question": "\\ud800 1+1=", "answer": "2"}\n', r"train.jsonl:9: got half a character, \\ud800"),
+        (
+            jsonl(RECORDS) + b'{"messages": [{"role": "user", "content": "\\uDFFF"}], "answer": "2"}\n',
+            r"train.jsonl:9: got half a character, \\udfff",
+        ),
         ("\ufeff{}".encode("utf-16"), "UTF-16 byte order mark"),
     ],
 )
 def test_bad_files(tmp_path, content, said):
     with pytest.raises(DataError, match=said):
         load_rows(write(tmp_path, content), needs_answer=True)
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path):
+    (row,) = load_rows(write(tmp_path, b'{"question": "\\ud83d\\ude00 1+1=", "answer": "\\\\ud800"}'))
+    assert (row.prompt, row.columns["answer"]) == ("\U0001f600 1+1=", "\\ud800")
 
 
 def test_damaged_and_missing_files(tmp_path):
