@@ -16,11 +16,12 @@ import torch
 
 from nearpolicy.check import build_method, describe_config, model_size, refuse
 from nearpolicy.config import Config
-from nearpolicy.errors import CheckpointError, NearPolicyError, UsageError
-from nearpolicy.layers import layers, read_toml, resolve, to_tree
+from nearpolicy.errors import CheckpointError, EngineError, NearPolicyError, UsageError
+from nearpolicy.layers import is_override, layers, read_toml, resolve, to_tree
 from nearpolicy.methods import Method
 from nearpolicy.metrics import LOG_RATIO_EDGES
 from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
+from nearpolicy.policy.hf import _folder as existing_folder
 from nearpolicy.protocols import SamplingParams
 from nearpolicy.rollout import Batch, Prompt
 from nearpolicy.sampler.torch import TorchSampler
@@ -55,7 +56,7 @@ def config_for(parts: Sequence[str], run: Path | str | None = None) -> Config:
         run: a run directory to go on with: its run.toml lies below, and a recipe named besides replaces nothing in it silently.
     """
     saved = Path(run) / "run.toml" if run is not None else None
-    named = any("=" not in p or p.endswith(".toml") for p in parts)
+    named = any(not is_override(p) for p in parts)
     if saved is not None and saved.exists() and not named:
         base = [read_toml(saved)]
     else:
@@ -143,10 +144,11 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def check_device(name: str) -> None:
     """Raise UsageError unless `name` is auto or a device that torch has here."""
     try:
-        known = name == "auto" or torch.zeros(1, device=name) is not None
+        # Read back: `meta` makes tensors, but they hold nothing.
+        _ = 0.0 if name == "auto" else float(torch.zeros(1, device=name))
     except (RuntimeError, AssertionError) as error:
-        raise UsageError("device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=f"{error}".splitlines()[0]) from None
-    assert known
+        why = next(iter(f"{error}".splitlines()), "") or "Take one of these."
+        raise UsageError("device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=why) from None
 
 
 def set_threads(config: Config, num_parameters: int) -> None:
@@ -181,10 +183,12 @@ class Parts:
         self.publish(version)
         e = self.config.eval
         params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p)
-        values = evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k).values(name)
+        sampled = evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k)
+        values = sampled.values(name)
         if e.greedy:
             greedy = evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
-            values[f"{name}/greedy"] = float(greedy.average().mean())
+            if len(scores := greedy.average()):  # left out, like the other scores, when no response was scored
+                values[f"{name}/greedy"] = float(scores.mean())
         return values
 
 
@@ -368,17 +372,41 @@ def check(config: Config) -> str:
     """The resolved configuration and what follows from it.
 
     Raises:
-        UsageError: settings that contradict or cannot act; data or rewards that cannot be read.
+        UsageError: settings that contradict or cannot act, a device that is not there, prompts that the model's tokenizer cannot render.
+        DataError: data that cannot be read, a prompt above the limit.
+        CheckpointError: no model folder, or no tokenizer in it.
     """
     chosen = build_method(config)
     refuse(config, chosen)
-    _, reward = build_task(config)
+    check_device(config.device)
+    task, reward = build_task(config)
     reward.functions()
     path = config.model.path
-    folder = None if path == "smollm2" else model_folder(path)
-    if folder is not None and not folder.is_dir():
-        raise CheckpointError(f"model.path {folder}", got="no such folder", expected="a Hugging Face folder", do="Check the path.")
-    return describe_config(config, chosen, model_size(folder) if folder else None)
+    if path == "smollm2":  # converting it is the business of a run
+        return describe_config(config, chosen, None)
+    folder = existing_folder(model_folder(path))
+    size = model_size(folder)
+    said: list[str] = []
+    Prompts(task, _tokenizer(folder), config, said.append).at(0)
+    return "\n".join([describe_config(config, chosen, size), *(f"# {text}" for text in said)])
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds here
+        raise CheckpointError(f"model.path {folder}", got=f"no readable tokenizer ({type(error).__name__}: {error})",
+                              expected="the tokenizer's files beside the weights", do="Copy them into the folder.") from error  # fmt: skip
+
+
+def _ks(text: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise UsageError("--k", got=repr(text), expected="whole numbers with commas between, for example 1,2,4", do="Write the k of pass@k.")
+    return [int(word) for word in words]
 
 
 def sft(
@@ -435,9 +463,9 @@ def evaluate_checkpoint(
     folder = model_folder(str(checkpoint))
     run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
     base = config_for(parts, run)
-    overrides: dict[str, Any] = {"k": [int(k) for k in ks.split(",")]} if ks else {}
+    overrides: dict[str, Any] = {"k": _ks(ks)} if ks is not None else {}
     overrides |= {k: v for k, v in {"samples": samples, "temperature": temperature, "top_p": top_p}.items() if v is not None}
-    if samples and not ks:
+    if samples and ks is None:
         overrides["k"] = [k for k in base.eval.k if k <= samples]
     configs = {"eval": resolve([to_tree(base), {"model": {"path": str(folder)}, "eval": overrides}])}
     if suite is not None:
@@ -446,6 +474,11 @@ def evaluate_checkpoint(
     for name, config in configs.items():
         with assemble(config, folder, say) as built:
             values = built.evaluate(0, name)
+            if values[f"{name}/unscored_frac"] == 1.0:
+                raise EngineError(f"{name}: {len(built.prompts.heldout)} prompts", got="not one response that the reward functions could score",
+                                  expected="some scored", do="They abstained or failed on all: look at task.rewards and the answers.")  # fmt: skip
+            if config.eval.greedy and f"{name}/greedy" not in values:
+                say(f"{name}: no greedy response could be scored, so there is no greedy score")
             say(f"{name}: {len(built.prompts.heldout)} prompts x {config.eval.samples} samples, temperature {config.eval.temperature:g}, "
                 f"top-p {config.eval.top_p:g}")  # fmt: skip
         for key in [k for k in values if not k.endswith(("/low", "/high"))]:

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.config import Config
+from nearpolicy.config import MOST_RESPONSES, Config
 from nearpolicy.errors import UsageError
 from nearpolicy.layers import to_toml, to_tree
 from nearpolicy.methods import Method, method
 
 IMPORTANCE_FREE = ("reinforce",)
+TYPICAL_PROMPT = 512
+"""Prompt tokens that the memory estimate counts with, where the limit is higher."""
+ROLLOUT_TOKEN_BYTES = 64
+"""Kept for each response token of a rollout batch: id, log-prob, version and entropy as arrays, and again in the collated columns."""
+ROLLOUT_BYTES = 4096
+"""Kept for each response besides its tokens: its record, its share of the prompt and its text."""
 
 
 def build_method(config: Config) -> Method:
@@ -39,9 +45,11 @@ def refuse(config: Config, chosen: Method) -> list[str]:
     if rollout.top_p < 1:
         raise UsageError("rollout.top_p", got=rollout.top_p, expected="1 in training", do="Importance weights need log-probs of the distribution "
                          "that was sampled; use eval.top_p for evaluation.")  # fmt: skip
+    if rows > MOST_RESPONSES:
+        raise UsageError("rollout.prompts x rollout.group_size", got=f"{rollout.prompts} x {rollout.group_size} = {rows} responses",
+                         expected=f"at most {MOST_RESPONSES} responses in a rollout batch", do="Lower one of them.")  # fmt: skip
     if rows % parts:
-        near = [n for n in range(1, rows + 1) if rows % n == 0]
-        best = min(near, key=lambda n: abs(n - parts))
+        best = nearest_divisor(rows, parts)
         raise UsageError("schedule.updates_per_rollout", got=f"{parts} for {rollout.prompts} x {rollout.group_size} responses",
                          expected="a divisor of the rollout batch", do=f"Take {best}, or change rollout.prompts or rollout.group_size.")  # fmt: skip
     baseline = config.advantage.baseline
@@ -68,6 +76,12 @@ def refuse(config: Config, chosen: Method) -> list[str]:
     if train.decay == "constant" and train.min_lr:
         warnings.append("train.min_lr does nothing with train.decay = constant")
     return warnings
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` closest to `wanted` (both >= 1), the smaller of two; at most `number` steps outwards from it."""
+    start = min(wanted, number)
+    return next(n for d in range(number) for n in (start - d, start + d) if n >= 1 and number % n == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +139,23 @@ def _memory(config: Config, size: Size) -> dict[str, str]:
     weights = 4 * size.parameters
     state = 12 * trained  # gradient and two Adam moments
     reference = weights if config.train.kl_coefficient else 0
-    cache = size.kv_bytes_per_token * min(r.max_rows, r.prompts * r.group_size) * (r.max_tokens + min(config.task.max_prompt_tokens, 512))
-    tokens = config.train.token_budget
+    rows, row_tokens = r.prompts * r.group_size, r.max_tokens + min(config.task.max_prompt_tokens, TYPICAL_PROMPT)
+    cache = size.kv_bytes_per_token * min(r.max_rows, rows) * row_tokens
+    rollouts = rows * (ROLLOUT_BYTES + ROLLOUT_TOKEN_BYTES * r.max_tokens)
+    # A micro-batch holds the token budget, or one row that is longer than it; never more than the mini-batch.
+    tokens = min(max(config.train.token_budget, row_tokens), rows // config.schedule.updates_per_rollout * row_tokens)
     # Per token and layer about 34 hidden-sized activations are kept without checkpointing (attention and MLP inputs), 2 with it.
     activations = tokens * size.layers * size.hidden * 4 * (2 if config.model.gradient_checkpointing else 34)
-    activations = min(activations, r.prompts * r.group_size // config.schedule.updates_per_rollout * (r.max_tokens + 512) * activations // tokens)
 
     def gb(n: float) -> str:
         return f"{n / 2**30:.2f} GiB"
 
     return {
         "parameters": f"{size.parameters:,}" + ("" if lora is None else f", about {trained:,} trained"),
-        "memory (estimate)": f"{gb(weights + state + reference + cache + activations)} = weights {gb(weights)} + gradient and optimizer {gb(state)}"
+        "memory (estimate)": f"{gb(weights + state + reference + cache + rollouts + activations)} = weights {gb(weights)}"
+        + f" + gradient and optimizer {gb(state)}"
         + (f" + reference {gb(reference)}" if reference else "")
-        + f" + cache {gb(cache)} + activations {gb(activations)}",
+        + f" + cache {gb(cache)} + rollouts {gb(rollouts)} + activations {gb(activations)}",
     }
 
 

@@ -1,17 +1,29 @@
 """The command line: thin. It parses words, calls `nearpolicy.build` and prints; imports are late so that `--help` starts at once."""
 
-import functools
 import sys
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-import click
+try:
+    import functools
+    import os
+    import traceback
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from typing import Any
 
-from nearpolicy.errors import NearPolicyError, UsageError
+    import click
+
+    from nearpolicy.errors import NearPolicyError, UsageError, nearest
+except KeyboardInterrupt:  # `main` is not there yet to say it
+    sys.stderr.write("error: interrupted; nothing was written\n")
+    sys.exit(130)
 
 Command = Callable[..., Any]
+MOST_UPDATES = 100_000_000
+"""Of `sft`."""
+_NO_ARGS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""Before click 8.2 a group without a command printed its help and ended well."""
+WRITES = "nearpolicy.writes"
+"""Key in click's context of what the running command is about to write: a word for it, and its path."""
 
 
 def _guard(command: Command) -> Command:
@@ -28,7 +40,7 @@ def _guard(command: Command) -> Command:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("stopped at once; the newest checkpoint stands", err=True)
+            click.echo(f"error: {_interrupted(click.get_current_context().meta.get(WRITES))}", err=True)
             sys.exit(130)
         except OSError as error:
             if debug:
@@ -45,11 +57,65 @@ def _guard(command: Command) -> Command:
     return guarded
 
 
+def _writes(kind: str, path: Path) -> Path:
+    """Note for an interrupt what is written where."""
+    click.get_current_context().meta[WRITES] = (kind, path, path.exists())
+    return path
+
+
+def _interrupted(writes: tuple[str, Path, bool] | None) -> str:
+    """What an interrupt leaves behind, read from the disk."""
+    if writes is None or not writes[1].exists():
+        return "interrupted; nothing was written"
+    kind, path, was_there = writes
+    if kind == "run":
+        steps = [p for p in sorted((path / "checkpoints").glob("step-*")) if p.name.removeprefix("step-").isdigit()]
+        if steps:
+            return f"interrupted; {steps[-1]} stands: go on with nearpolicy train --resume --out {path}"
+        return f"interrupted before the first checkpoint; {path} " + ("is as it was" if was_there else "cannot be gone on with")
+    return f"interrupted; {path} " + ("was there before and may be the old one" if was_there else "may be incomplete")
+
+
+class OneLine(click.Group):
+    """A group whose usage errors are one line `error: ...` with exit code 2, like every other error."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of these words; an unknown one is refused with the nearest."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise click.UsageError(f"no command {args[0]!r}. {nearest(args[0], self.list_commands(ctx))}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None, standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:  # fmt: skip
+        """Run; when on its own (`standalone_mode`), leave through `sys.exit` with the command's exit code."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except _NO_ARGS as error:
+            error.show()  # the help itself, on stderr
+            code = error.exit_code
+        except click.ClickException as error:
+            text = " ".join(error.format_message().split())
+            hint = f" See `{error.ctx.command_path} --help`." if isinstance(error, click.UsageError) and error.ctx else ""
+            click.echo(f"error: {text}{'' if text.endswith(('.', '?')) else '.'}{hint}", err=True)
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            click.echo(f"error: {_interrupted(None)}", err=True)
+            code = 130
+        except BrokenPipeError:  # the reader of a pipe went away; the interpreter would complain once more while it closes stdout
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 PARTS = click.argument("parts", nargs=-1, metavar="[RECIPE | FILE.toml | key=value]...")
 OUT = click.option("--out", type=click.Path(path_type=Path), help="Run directory (default: runs/<recipe>-<time>).")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nearpolicy")
 def cli() -> None:
     """Train language models by RL and on-policy distillation on nearly on-policy data."""
@@ -66,23 +132,25 @@ def train(parts: Sequence[str], out: Path | None, resume: bool) -> None:
 
     if resume and out is None:
         raise UsageError("--resume", got="no --out", expected="the run to go on with", do="Give --out DIR.")
-    report = build.train(build.config_for(parts, out if resume else None), out or default_out(parts), resume=resume, say=click.echo)
+    target = _writes("run", out or default_out(parts))
+    report = build.train(build.config_for(parts, out if resume else None), target, resume=resume, say=click.echo)
     click.echo(f"report: {report}")
 
 
 @cli.command()
 @PARTS
 @OUT
-@click.option("--steps", type=click.IntRange(1), help="Updates.")
+@click.option("--steps", type=click.IntRange(1, MOST_UPDATES), help="Updates.")
 @click.option("--lr", type=float, help="Peak learning rate.")
-@click.option("--batch-size", type=click.IntRange(1), help="Demonstrations in an update.")
+@click.option("--batch-size", type=click.IntRange(1, 65_536), help="Demonstrations in an update.")
 @click.option("--from-scratch", is_flag=True, help="Start from random weights of the tiny architecture (recipe `tiny`).")
 @_guard
 def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
     """Supervised warm start on the task's demonstrations: a Hugging Face folder that `model.path` takes."""
     from nearpolicy import build
 
-    folder = build.sft(build.config_for(parts, None), out or default_out(parts, "sft"), say=click.echo, **options)
+    target = _writes("model", out or default_out(parts, "sft"))
+    folder = build.sft(build.config_for(parts, None), target, say=click.echo, **options)
     click.echo(f"model: {folder}")
 
 
@@ -90,7 +158,7 @@ def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @PARTS
 @click.option("--suite", type=click.Path(path_type=Path), help="TOML file naming benchmarks, or the name of one that ships.")
-@click.option("--samples", type=click.IntRange(1), help="Responses to each prompt (n).")
+@click.option("--samples", type=click.IntRange(1, 65_536), help="Responses to each prompt (n).")
 @click.option("--k", "ks", help="Comma-separated k of pass@k.")
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
 @click.option("--top-p", type=float, help="Nucleus.")
@@ -100,6 +168,8 @@ def evaluate(checkpoint: Path, parts: Sequence[str], **options: Any) -> None:
     """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals."""
     from nearpolicy import build
 
+    if options["json_out"] is not None:
+        _writes("numbers", options["json_out"])
     build.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
 
 
@@ -121,7 +191,7 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
     """Write one self-contained HTML page about one run or several side by side."""
     from nearpolicy.report import write_report
 
-    click.echo(f"report: {write_report(list(runs), out or runs[0] / 'report.html')}")
+    click.echo(f"report: {write_report(list(runs), _writes('page', out or runs[0] / 'report.html'))}")
 
 
 @cli.command()
@@ -135,6 +205,7 @@ def methods(name: str | None) -> None:
 
 
 @cli.command()
+@_guard
 def recipes() -> None:
     """List the recipes that ship with the package."""
     from nearpolicy.layers import RECIPES, recipe_names
@@ -148,13 +219,19 @@ def default_out(parts: Sequence[str], kind: str = "") -> Path:
     """runs/<recipe>-<time>."""
     import time
 
-    named = [Path(p).stem for p in parts if "=" not in p]
+    from nearpolicy.layers import is_override
+
+    named = [Path(p).stem for p in parts if not is_override(p)]
     return Path("runs") / "-".join([*(named[-1:] or ["tiny"]), *([kind] if kind else []), time.strftime("%Y%m%d-%H%M%S")])
 
 
 def main() -> None:
-    """Entry point."""
-    cli()
+    """Entry point. An interrupt at any moment is one line and exit code 130."""
+    try:
+        cli()
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

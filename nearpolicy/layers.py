@@ -3,6 +3,7 @@
 Layers are merged from left to right. Unknown keys are refused with the nearest known one, all offenders in one line.
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,11 @@ from nearpolicy.config import VARIANTS, Config, known_keys
 from nearpolicy.errors import UsageError, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
+
+
+def is_override(part: str) -> bool:
+    """Whether a word of the command line is `key=value`: it has a "=" and is no file's name."""
+    return "=" in part and not os.path.isfile(part)  # Path.is_file raises on a name that is too long
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -31,25 +37,24 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         )
     try:
         return path, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # a TOMLDecodeError, or a number with more digits than Python reads
         if re.fullmatch(r"[\w./:@~+ -]*", value):
             return path, value.strip()
         raise UsageError(key, got=repr(value), expected="a TOML value", do='Quote strings: key="text".') from None
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Layer `over` on `base`. A table whose `kind` (or method `name`) changes keeps only what the new variant knows."""
+def _merge(base: dict[str, Any], over: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
+    """Layer `over` on `base`. A section (`top`) whose `kind` (or method `name`) changes keeps only what the new variant knows."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            tag = next((t for t in ("kind", "name") if t in value), None)
-            if key == "method" and tag and value[tag] != old.get(tag):
+            if top and key == "method" and "name" in value and value["name"] != old.get("name"):
                 old = {}
-            elif key in VARIANTS and tag == "kind" and value[tag] != old.get(tag, VARIANTS[key][0]):
-                fields = VARIANTS[key][1].get(str(value[tag]))
+            elif top and key in VARIANTS and "kind" in value and value["kind"] != old.get("kind", VARIANTS[key][0]):
+                fields = VARIANTS[key][1].get(str(value["kind"]))
                 old = {k: v for k, v in old.items() if fields is not None and k in fields}
-            out[key] = _merge(dict(old), value)
+            out[key] = _merge(dict(old), value, top=False)
         else:
             out[key] = dict(value) if isinstance(value, Mapping) else value
     return out
@@ -66,6 +71,11 @@ def _explain(error: ValidationError) -> UsageError:
                 del loc[1]
         key = ".".join(loc)
         if e["type"] == "extra_forbidden":
+            owners = _owners(loc)
+            if owners:
+                parts.append(f"{key} is no key of this {loc[0]}.kind")
+                hints.append(f"{key} belongs to {loc[0]}.kind = {' or '.join(owners)}.")
+                continue
             parts.append(f"{key} is no known key")
             hint = nearest(key, known)
             hints += [hint] if hint.startswith("Did") else []
@@ -73,9 +83,21 @@ def _explain(error: ValidationError) -> UsageError:
             parts.append(f"{key}.kind = {e['ctx']['tag']!r}")
             hints.append(nearest(str(e["ctx"]["tag"]), VARIANTS[loc[0]][1]))
         else:
-            parts.append(f"{key} = {e['input']!r} ({e['msg'].removeprefix('Value error, ')})" if e["type"] != "missing" else f"{key} is missing")
+            why = e["msg"].removeprefix("Value error, ")
+            parts.append(f"{key} is missing" if e["type"] == "missing" else f"{key} = {_short(e['input'])} ({why})")
     hint = " ".join(dict.fromkeys(hints)) or "See `nearpolicy check` for the resolved tree and docs/reference for every key."
     return UsageError("configuration", got="; ".join(parts), expected="known keys with values in range", do=hint)
+
+
+def _short(value: Any) -> str:
+    """At most 80 characters of its repr."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**80 else "a number of more than 80 digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _owners(loc: Sequence[str]) -> list[str]:
+    """The kinds of a section that have this key (known to be foreign to the kind at hand)."""
+    return [kind for kind, fields in VARIANTS[loc[0]][1].items() if loc[1] in fields] if len(loc) == 2 and loc[0] in VARIANTS else []
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -120,7 +142,7 @@ def layers(parts: Iterable[str]) -> list[dict[str, Any]]:
     """The trees of each part, to be merged in order."""
     out: list[dict[str, Any]] = []
     for part in parts:
-        if "=" in part and not part.endswith(".toml"):
+        if is_override(part):
             path, value = parse_override(part)
             tree: dict[str, Any] = {path[-1]: value}
             for key in reversed(path[:-1]):

@@ -25,6 +25,10 @@ from nearpolicy.options import Option, choice, flag, number, pair, resolve, whol
 __all__ = ["METHODS", "LossOutput", "Method", "Row", "method", "policy_loss"]
 
 
+NO_CAP = 1e9
+"""Largest cap on a ratio: no weight reaches it (`ratio.LIMIT`)."""
+
+
 def _clip(low: float | None, high: float | None) -> dict[str, Option]:
     return {
         "clip_low": number(low, "how far the ratio may fall below 1 before a token with A < 0 loses its gradient", low=0, off=True),
@@ -44,7 +48,7 @@ _SAPO = {
 }
 _CISPO = {
     "floor": number(0.0, "smallest weight", low=0),
-    "cap": number(5.0, "largest weight, an absolute ratio (verl: 1 + 0.2; TRL recommends 5.0, ScaleRL)", low=0, above=True),
+    "cap": number(5.0, "largest weight, an absolute ratio (verl: 1 + 0.2; TRL recommends 5.0, ScaleRL)", low=0, high=NO_CAP, above=True),
 }
 _M2PO = {
     "budget": number(0.04, "largest mean squared log ratio of the trust-region candidates, nats^2", low=0, above=True),
@@ -118,7 +122,7 @@ def _common(aggregate: str) -> dict[str, Option]:
                               ("segment", "response")),
         "correction": choice(None, "trainer/engine correction", (None, *CORRECTIONS)),
         "correction_low": number(None, "lower bound of the correction ratio; None is the correction's own", low=0, above=True, off=True),
-        "correction_cap": number(None, "upper bound of the correction ratio; None is the correction's own", low=0, above=True, off=True),
+        "correction_cap": number(None, "upper bound of the correction ratio; None is the correction's own", low=0, high=NO_CAP, above=True, off=True),
     }  # fmt: skip
 
 
@@ -398,14 +402,22 @@ def policy_loss(
             means this batch is everything. With them the losses and gradients of micro-batches add up to the batch's.
         statistics: `method.prepare(columns)` of the whole optimizer batch, for rows that need it (`Method.needs_statistics`).
         options: options on top of the method's.
-        check: read the values and refuse non-finite ones; None checks on the CPU only, where that costs no synchronisation.
+        check: read the values and refuse what cannot be meant (Raises); None checks on the CPU only, where that costs no synchronisation.
     Returns:
         loss (scalar), weight and advantage (detached [B, T]) and metrics.
     Raises:
-        UsageError: unknown names, options out of range, a column that the method needs and did not get.
-        DataError: shapes that differ, a non-finite log-prob at a trained token (row and column are named).
+        UsageError: unknown names, options out of range, a column that the method needs and did not get, that is no tensor or lies on another
+            device than `logp`, a count that is no number, statistics that lack what the method needs.
+        DataError: shapes that differ; with `check`, a non-finite or positive log-prob at a trained token (row and column are named), masks that
+            hold more than 0 and 1, prefix lengths outside the response, counts of 0 for a batch with trained tokens.
     """
     chosen = _plain(method) if isinstance(method, str) else method
+    if not isinstance(chosen, Method):
+        raise UsageError("policy_loss: method", got=f"a {type(method).__name__}", expected="a method's name, or method(name, **options)",
+                         do="nearpolicy.METHODS lists the names.")  # fmt: skip
+    for name, given in (("options", options), ("statistics", statistics)):
+        if given is not None and not isinstance(given, Mapping):
+            raise UsageError(f"policy_loss: {name}", got=f"a {type(given).__name__}", expected="a mapping by name, or None", do="Pass a dict.")
     if options:
         chosen = chosen.with_options(**options)
     columns = loss.columns(
@@ -417,6 +429,12 @@ def policy_loss(
             f"policy_loss: method {chosen.name!r}", got="demonstration rows (off_policy)", expected="rows that a policy sampled",
             do="Only 'luffy' has a weight for tokens without behaviour log-probs; leave the demonstrations out or use it.",
         )  # fmt: skip
-    if check if check is not None else logp.device.type == "cpu":
+    reads = check if check is not None else logp.device.type == "cpu"
+    if reads:
+        loss.check_flags(mask=mask, response_mask=response_mask, off_policy=off_policy)
         loss.check(chosen.parts, columns)
-    return loss.compute(chosen.parts, columns, num_tokens=num_tokens, num_sequences=num_sequences, statistics=statistics)
+        loss.check_prefix(prefix_length, columns.response_mask)
+    out = loss.compute(chosen.parts, columns, num_tokens=num_tokens, num_sequences=num_sequences, statistics=statistics)
+    if reads:  # the counts' types were checked on the way
+        loss.check_counts(columns, num_tokens=num_tokens, num_sequences=num_sequences)
+    return out

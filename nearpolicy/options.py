@@ -1,11 +1,15 @@
 """Options of methods: each has a default, a meaning and a range, written once where a row declares it."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nearpolicy.errors import UsageError, nearest
+
+LARGEST = 1e6
+"""Size of the largest number an option takes: powers and exponentials of it must not leave the floats by themselves."""
+LONGEST = 1_000_000
+"""Largest whole number, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +25,33 @@ class Option:
     """The value in canonical form; raises ValueError when it is out of range."""
 
 
-def number(default: float | None, text: str, *, low: float = -math.inf, high: float = math.inf, above: bool = False, off: bool = False) -> Option:
-    """A finite number in [low, high], or (low, high] with `above`; None as well with `off`."""
+def number(default: float | None, text: str, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False, off: bool = False) -> Option:
+    """A number in [low, high], or (low, high] with `above`; None as well with `off`."""
 
     def parse(value: Any) -> float | None:
         if value is None and off:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        x = float(value)
-        if not math.isfinite(x) or x > high or (x <= low if above else x < low):
+        if not low <= value <= high or (above and value == low):  # NaN is in no range; a huge whole number never becomes a float
             raise ValueError
-        return x
+        return float(value)
 
-    bounds = [] if low == -math.inf else [f"{'>' if above else '>='} {low:g}"]
-    bounds += [] if high == math.inf else [f"<= {high:g}"]
-    return Option(default, text, "a finite number" + "".join(f" {b}" for b in bounds) + (", or None (off)" if off else ""), parse)
+    bounds = f"{'>' if above else '>='} {low:g} and <= {high:g}"
+    return Option(default, text, f"a number {bounds}" + (", or None (off)" if off else ""), parse)
 
 
 def whole(default: int | None, text: str) -> Option:
-    """A whole number of at least 1, or None."""
+    """A whole number from 1 to LONGEST, or None."""
 
     def parse(value: Any) -> int | None:
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST:
             raise ValueError
         return value
 
-    return Option(default, text, "a whole number >= 1, or None", parse)
+    return Option(default, text, f"a whole number >= 1 and <= {LONGEST}, or None", parse)
 
 
 def choice(default: str | None, text: str, choices: Sequence[str | None]) -> Option:
@@ -75,7 +77,7 @@ def flag(default: bool, text: str) -> Option:
 
 
 def pair(default: tuple[float, float], text: str) -> Option:
-    """Two finite positive numbers."""
+    """Two positive numbers."""
 
     def parse(value: Any) -> tuple[float, float]:
         if not isinstance(value, tuple | list) or len(value) != 2:
@@ -83,7 +85,7 @@ def pair(default: tuple[float, float], text: str) -> Option:
         one = number(None, "", low=0, above=True)
         return (one.parse(value[0]), one.parse(value[1]))
 
-    return Option(default, text, "two numbers > 0", parse)
+    return Option(default, text, f"two numbers > 0 and <= {LARGEST:g}", parse)
 
 
 def resolve(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """policy_loss as its users see it: rows, options, micro-batches, precision, extremes, metrics, errors."""
 
 import math
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ def batch(seed=0, lengths=LENGTHS, dtype=F64, drift=0.4):
     g = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths) + 1
     noise = lambda scale: scale * torch.randn(B, T, generator=g, dtype=F64)
-    logp = -torch.rand(B, T, generator=g, dtype=F64) - 0.1
+    logp = -torch.rand(B, T, generator=g, dtype=F64) - 3.0
     mask = (torch.arange(T) >= 1) & (torch.arange(T) <= torch.tensor(lengths)[:, None])
     columns = {
         "logp": logp, "logp_behavior": logp + noise(drift), "logp_proximal": logp + noise(drift / 2), "logp_teacher": logp + noise(0.5),
@@ -121,7 +124,7 @@ def test_half_precision_is_promoted(name, dtype):
 def test_extreme_log_ratios_stay_finite_in_float32(name, options, size):
     data = batch(4, dtype=torch.float32)
     data["logp_behavior"] = data["logp"] - size * torch.tensor([1.0, 1.0, 1.0, -1.0])[:, None]
-    out, gradient = run(name, options, data)
+    out, gradient = run(name, options, data, check=False)  # as large as this, the log-probs of some are above 0
     assert torch.isfinite(out.weight).all()
     assert torch.isfinite(gradient).all()
     assert math.isfinite(out.loss.item())
@@ -412,3 +415,102 @@ def test_the_package_root_offers_the_surface():
     assert nearpolicy.method("vespo").name == "vespo"
     assert nearpolicy.policy_loss is policy_loss
     assert nearpolicy.METHODS is METHODS
+
+
+SMALL = {
+    "logp": torch.tensor([[-1.0, -2.0], [-0.5, -1.5]], dtype=F64), "logp_behavior": torch.tensor([[-1.1, -2.0], [-0.5, -1.4]], dtype=F64),
+    "advantage": torch.tensor([1.0, -1.0], dtype=F64), "mask": torch.tensor([[True, True], [True, False]]),
+}  # fmt: skip
+
+
+WRONG_KINDS = """
+import torch
+from nearpolicy import policy_loss
+from nearpolicy.errors import UsageError
+logp = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]])
+small = {"logp": logp, "logp_behavior": logp, "advantage": torch.ones(2), "mask": torch.ones(2, 2)}
+ideal = {"statistics": {}, "logp_teacher": logp, "options": {"weight": "ideal"}}
+for name, change, says in [
+    ("grpo", {"logp": logp.numpy()}, "policy_loss: logp: got a ndarray"),
+    ("grpo", {"logp_behavior": logp.tolist()}, "policy_loss: logp_behavior: got a list"),
+    ("grpo", {"mask": None}, "policy_loss: mask: got a NoneType"),
+    ("grpo", {"advantage": [1.0, -1.0]}, "policy_loss: advantage: got a list"),
+    ("grpo", {"prefix_length": 1}, "policy_loss: prefix_length: got a int"),
+    ("luffy", {"off_policy": [True, False]}, "policy_loss: off_policy: got a list"),
+    ("grpo", {"logp_behavior": logp.to("meta")}, "policy_loss: logp_behavior: got device meta"),
+    (None, {}, "policy_loss: method: got a NoneType"),
+    (3, {}, "policy_loss: method: got a int"),
+    ("grpo", {"num_tokens": "a"}, "num_tokens: got 'a'"),
+    ("dr_grpo", {"num_sequences": [2], "options": {"max_length": 2}}, "num_sequences: got [2]"),
+    ("grpo", {"num_tokens": True}, "num_tokens: got True"),
+    ("dapo", {"num_tokens": torch.ones(2)}, "num_tokens: got a tensor (2,)"),
+    ("dapo", {"num_tokens": float("inf")}, "num_tokens: got inf"),
+    ("m2po", {"statistics": {}}, "policy_loss: statistics: got no m2po_threshold"),
+    ("m2po", {"statistics": 3}, "policy_loss: statistics: got a int"),
+    ("iw_opd", ideal, "policy_loss: statistics: got no log_partition_L"),
+    ("grpo", {"options": 3}, "policy_loss: options: got a int"),
+]:
+    try:
+        policy_loss(name, **{**small, **change})
+    except UsageError as error:
+        assert says in str(error), (says, str(error))
+    else:
+        raise AssertionError(f"taken: {says}")
+"""
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    """In an interpreter of its own, where no type checker of the tests stands in front."""
+    done = subprocess.run([sys.executable, "-c", WRONG_KINDS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("grpo", {"mask": torch.tensor([[1.0, 0.5], [1.0, 0.0]])}, "policy_loss: mask: got the value 0.5"),
+        ("grpo", {"mask": torch.tensor([[1, 2], [1, 0]])}, "policy_loss: mask: got the value 2"),
+        ("grpo", {"mask": torch.tensor([[1.0, float("nan")], [1.0, 0.0]])}, "policy_loss: mask: got the value nan"),
+        ("grpo", {"response_mask": torch.tensor([[1, 1], [3, 0]])}, "policy_loss: response_mask: got the value 3"),
+        ("luffy", {"off_policy": torch.tensor([0.3, 0.0])}, "policy_loss: off_policy: got the value 0.3"),
+        ("grpo", {"prefix_length": torch.tensor([-1, 0])}, "policy_loss: prefix_length: got -1 at row 0"),
+        ("grpo", {"prefix_length": torch.tensor([0, 2])}, "policy_loss: prefix_length: got 2 at row 1, whose response has 1 tokens"),
+        ("grpo", {"prefix_length": torch.tensor([0.5, 0.0])}, "policy_loss: prefix_length: got 0.5 at row 0"),
+        ("grpo", {"num_tokens": 0}, "policy_loss: num_tokens: got 0"),
+        ("grpo", {"num_sequences": torch.tensor(0)}, "policy_loss: num_sequences: got 0"),
+        ("grpo", {"logp": -SMALL["logp"]}, "policy_loss: logp: got 1.0 at row 0, column 0"),
+        ("grpo", {"logp_behavior": SMALL["logp"].exp()}, "policy_loss: logp_behavior: got 0.36"),
+        ("opd", {"logp_teacher": -SMALL["logp"]}, "policy_loss: logp_teacher: got 1.0"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused_where_values_are_read(name, change, says):
+    with pytest.raises(DataError, match=re.escape(says)):
+        policy_loss(name, **{**SMALL, **change})
+    policy_loss(name, **{**SMALL, **change}, check=False)
+
+
+def test_what_is_on_the_edge_is_taken():
+    """Rounding just above 0, values at masked tokens, whole prefixes, integer masks, and counts averaged over devices."""
+    change = {
+        "logp": torch.tensor([[5e-4, -2.0], [-0.5, 7.0]], dtype=F64), "prefix_length": torch.tensor([2.0, 1.0]),
+        "mask": torch.tensor([[1, 1], [1, 0]]),
+        "num_tokens": torch.tensor([1.5]), "num_sequences": 1,
+    }  # fmt: skip
+    assert math.isfinite(policy_loss("grpo", **{**SMALL, **change}).loss.item())
+    nothing = {"mask": torch.zeros(2, 2), "num_tokens": 0, "num_sequences": 0}
+    assert policy_loss("grpo", **{**SMALL, **nothing}).loss.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("vespo", {"c_pos": (1e300, 1e300)}, "two numbers > 0 and <= 1e+06"),
+        ("vespo", {"c_neg": (2, float("nan"))}, "two numbers"),
+        ("grpo", {"clip_high": 10**400}, "a number >= 0 and <= 1e+06"),
+        ("cispo", {"cap": 1e10}, "<= 1e+09"),
+        ("dr_grpo", {"max_length": 10**30}, "<= 1000000"),
+    ],
+)
+def test_options_that_leave_the_floats_are_refused(name, options, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        method(name, **options)

@@ -107,7 +107,9 @@ def _bounds(metadata: Any) -> list[str]:
     for m in metadata:
         m = m if not hasattr(m, "metadata") else m.metadata
         for item in m if isinstance(m, list) else [m]:
-            out += [f"{sign} {getattr(item, name):g}" for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")) if hasattr(item, name)]
+            signs = {name: sign for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")) if hasattr(item, name)}
+            bounds = {sign: getattr(item, name) for name, sign in signs.items()}
+            out += [f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in bounds.items()]
     return out
 
 

@@ -39,8 +39,10 @@ def token_weights(
         max_length: tokens, for `constant` only.
     Counts of 0 act as 1: an all-masked batch gives a loss of 0, not NaN.
     Raises:
-        UsageError: unknown aggregate, a negative or NaN count, or `constant` without max_length.
+        UsageError: unknown aggregate, a count that is no number, negative or NaN, or `constant` without max_length.
     """
+    for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences)):
+        _checked(count, name)
     if aggregate == "token_mean":
         return 1.0 / _count(num_tokens, "num_tokens", mask_BT, dtype)
     if aggregate not in AGGREGATES:
@@ -55,12 +57,20 @@ def token_weights(
     return 1.0 / (rows * max_length)
 
 
+def _checked(value: Count | None, name: str) -> None:
+    """Refuse what is no count, whether this aggregate reads it or not."""
+    if value is None or (isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < torch.inf:
+        got = f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        raise UsageError(name, got=got, expected="a count of 0 or more (a number, or a tensor with one)",
+                         do="Pass the count over the whole optimizer batch, or None.")  # fmt: skip
+
+
 def _count(value: Count | None, name: str, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     if value is None:
         own = mask_BT.sum() if name == "num_tokens" else mask_BT.any(1).sum()
         return own.clamp(min=1).to(dtype)
     if isinstance(value, Tensor):
-        return value.to(device=mask_BT.device, dtype=dtype).clamp(min=1)
-    if not value >= 0:
-        raise UsageError(name, got=value, expected="a count of 0 or more", do="Pass the count over the whole optimizer batch, or None.")
+        return value.reshape(()).to(device=mask_BT.device, dtype=dtype).clamp(min=1)
     return mask_BT.new_full((), max(value, 1), dtype=dtype)

@@ -86,11 +86,16 @@ def columns(
     logp_proximal: Tensor | None = None, logp_teacher: Tensor | None = None, logp_reference: Tensor | None = None,
     prefix_length: Tensor | None = None, off_policy: Tensor | None = None,
 ) -> Columns:  # fmt: skip
-    """Check shapes, promote half precision to float32, turn 0/1 masks into bool.
+    """Check types, devices and shapes, promote half precision to float32, turn 0/1 masks into bool.
 
     Raises:
+        UsageError: a column that is no tensor, or lies on another device than `logp`; the argument is named.
         DataError: a column whose shape is not that of `logp` (rows for `prefix_length`, `off_policy` and a one-dimensional advantage).
     """
+    _tensors(
+        logp=logp, logp_behavior=logp_behavior, mask=mask, response_mask=response_mask, advantage=advantage, logp_proximal=logp_proximal,
+        logp_teacher=logp_teacher, logp_reference=logp_reference, prefix_length=prefix_length, off_policy=off_policy,
+    )  # fmt: skip
     if logp.ndim != 2 or not logp.is_floating_point():
         raise DataError("policy_loss: logp", got=f"{logp.dtype} of shape {tuple(logp.shape)}", expected="a floating [B, T] tensor",
                         do="Pass one log-prob for each token.")  # fmt: skip
@@ -125,6 +130,19 @@ def columns(
     )  # fmt: skip
 
 
+def _tensors(*, logp: object, **others: object) -> None:
+    for name, column in {"logp": logp, **others}.items():
+        required = name in ("logp", "logp_behavior", "mask")
+        if column is None and not required:
+            continue
+        if not isinstance(column, Tensor):
+            raise UsageError(f"policy_loss: {name}", got=f"a {type(column).__name__}", expected="a tensor" + ("" if required else ", or None"),
+                             do="Convert it with torch.as_tensor.")  # fmt: skip
+        if isinstance(logp, Tensor) and column.device != logp.device:
+            raise UsageError(f"policy_loss: {name}", got=f"device {column.device}", expected=f"the device of logp, {logp.device}",
+                             do="Move every column to one device.")  # fmt: skip
+
+
 def _shape(name: str, column: Tensor, *shapes: tuple[int, ...]) -> None:
     if tuple(column.shape) not in shapes:
         raise DataError(f"policy_loss: {name}", got=f"shape {tuple(column.shape)}", expected=" or ".join(str(s) for s in shapes),
@@ -135,17 +153,63 @@ def check(parts: Parts, c: Columns) -> None:
     """Read the values once and refuse what cannot be trained on.
 
     Raises:
-        DataError: a non-finite value at a trained token, a trained token outside the response.
+        DataError: a non-finite value or a positive log-prob at a trained token, a trained token outside the response.
     """
     if bool((c.mask & ~c.response_mask).any()):
         raise DataError("policy_loss: mask", got="trained tokens outside response_mask", expected="a subset of response_mask",
                         do="response_mask marks every token of the response.")  # fmt: skip
-    ratio.check_finite(c.mask, logp=c.logp.detach(), advantage=c.advantage)
+    ratio.check_finite(c.mask, advantage=c.advantage)
+    ratio.check_logp(c.mask, logp=c.logp.detach())
     # Only the columns that this method reads; a column that nobody reads may hold anything.
     reads_proximal = parts.options["denominator"] == "proximal" or parts.options["correction"] is not None
-    ratio.check_finite(c.own, logp_behavior=c.logp_behavior, logp_proximal=c.logp_proximal if reads_proximal else None)
+    ratio.check_logp(c.own, logp_behavior=c.logp_behavior, logp_proximal=c.logp_proximal if reads_proximal else None)
     if parts.signal is not None:
-        ratio.check_finite(c.response_mask, logp_teacher=c.logp_teacher, logp_reference=c.logp_reference)
+        ratio.check_logp(c.response_mask, logp_teacher=c.logp_teacher, logp_reference=c.logp_reference)
+
+
+def check_flags(**columns: Tensor | None) -> None:
+    """Refuse masks that hold anything but 0 and 1, before `columns` turns them into bool. Reads the device unless they are bool.
+
+    Raises:
+        DataError: names the mask and the value.
+    """
+    for name, column in columns.items():
+        if column is None or column.dtype is torch.bool:
+            continue
+        bad = (column != 0) & (column != 1)
+        if bool(bad.any()):
+            raise DataError(f"policy_loss: {name}", got=f"the value {column[bad][0].item():g}", expected="0 and 1, or bool",
+                            do="A mask says whether, not how much: put weights into the advantage.")  # fmt: skip
+
+
+def check_prefix(prefix_length: Tensor | None, response_mask: Tensor) -> None:
+    """Refuse prefix lengths that are not whole numbers from 0 to the length of their response. Reads the device.
+
+    Raises:
+        DataError: names the row.
+    """
+    if prefix_length is None:
+        return
+    length_B = response_mask.sum(1)
+    bad = ~((prefix_length >= 0) & (prefix_length <= length_B) & (prefix_length == prefix_length.floor()))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise DataError("policy_loss: prefix_length", got=f"{prefix_length[row].item()} at row {row}, whose response has {int(length_B[row])} tokens",
+                        expected="a whole number of tokens from 0 to the response's length",
+                        do="Count the relayed tokens of each response.")  # fmt: skip
+
+
+def check_counts(c: Columns, *, num_tokens: Count | None, num_sequences: Count | None) -> None:
+    """Refuse counts of the whole optimizer batch that are 0 although this part of it has trained tokens. Reads the device.
+
+    A count below this part's own is fine: trainers that average gradients over devices pass the mean over devices.
+    Raises:
+        DataError: names the count.
+    """
+    for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences)):
+        if count is not None and float(count) == 0 and bool(c.mask.any()):
+            raise DataError(f"policy_loss: {name}", got="0, with trained tokens in this batch", expected="the count over the whole optimizer batch",
+                            do="Sum it over all micro-batches and devices, or pass None.")  # fmt: skip
 
 
 class _Drift(NamedTuple):
@@ -299,6 +363,10 @@ def compute(
             raise UsageError("policy_loss: statistics", got="None with global counts", expected="statistics of the whole optimizer batch",
                              do="Pass statistics=method.prepare(columns of the whole batch).")  # fmt: skip
         statistics = statistics_of(parts, c) if parts.needs_statistics else {}
+    names = ["m2po_threshold"] * parts.kernel.budget + ["log_partition_L"] * parts.has_partition
+    if missing := [name for name in names if name not in statistics]:
+        raise UsageError("policy_loss: statistics", got=f"no {missing[0]}", expected="what method.prepare returns for this method",
+                         do="Pass statistics=method.prepare(columns of the whole batch), or None for a whole batch.")  # fmt: skip
     o = parts.options
     with torch.no_grad():
         made = signal(parts, c, statistics)

@@ -21,6 +21,9 @@ from nearpolicy.errors import DataError, UsageError
 LIMIT = 20.0
 """Bound of a log weight, in nats: exp(20) = 4.9e8 is finite in float32 with room for a product with an advantage."""
 
+ROUNDING = 1e-3
+"""How far above 0 a log-prob may lie, in nats: what rounding in half precision explains."""
+
 LEVELS = ("token", "sequence", "geometric", "sqrt")
 """How token log ratios become a log weight."""
 
@@ -117,6 +120,25 @@ def log_weight(
         return LogWeight(clamp(raw), raw, 1.0 / root)
     raw = total / length
     return LogWeight(clamp(raw), raw, 1.0)
+
+
+def check_logp(mask_BT: Bool[Tensor, "B T"], **columns: Tensor | None) -> None:
+    """Refuse what is no log-prob at masked tokens: missing, infinite, or above `ROUNDING`. Reads the device, like `check_finite`.
+
+    Raises:
+        DataError: names the column, the row and the token.
+    """
+    check_finite(mask_BT, **columns)
+    for name, column in columns.items():
+        if column is None:
+            continue
+        bad = (column > ROUNDING) & mask_BT
+        if bool(bad.any()):
+            row, token = (int(i) for i in bad.nonzero()[0])
+            raise DataError(
+                f"policy_loss: {name}", got=f"{float(column[row, token])} at row {row}, column {token}", expected="log-probs, which are 0 at most",
+                do="Pass natural logarithms of probabilities, not logits, negated values or probabilities.",
+            )  # fmt: skip
 
 
 def check_finite(mask_BT: Bool[Tensor, "B T"], **columns: Tensor | None) -> None:

@@ -81,9 +81,9 @@ def test_extreme_mismatch_stays_finite_in_float32(kind):
 
 def test_a_token_that_is_masked_leaves_w_and_the_loss():
     """VESPO with token_mask: the sequence weight is that of the other tokens, not 1e-14 for the whole sequence."""
-    behavior = torch.tensor([[-1.0, -1.0, -1.0]], dtype=F64)
-    proximal = torch.tensor([[-0.9, 2.0, -1.1]], dtype=F64)  # the second token's ratio is e^3
-    logp = torch.tensor([[-0.8, 2.1, -1.0]], dtype=F64)
+    behavior = torch.tensor([[-5.0, -5.0, -5.0]], dtype=F64)
+    proximal = torch.tensor([[-4.9, -2.0, -5.1]], dtype=F64)  # the second token's ratio is e^3
+    logp = torch.tensor([[-4.8, -1.9, -5.0]], dtype=F64)
     out = policy_loss("vespo", logp=logp, logp_behavior=behavior, logp_proximal=proximal, mask=torch.ones(1, 3),
                       advantage=torch.tensor([1.0], dtype=F64), options={"correction": "token_mask"})  # fmt: skip
     W = math.exp((0.1 + 0.1) + (0.1 - 0.1))  # log pi/proximal and log proximal/behaviour of tokens 0 and 2

@@ -113,7 +113,7 @@ def test_a_reward_advantage_adds_to_the_weighted_signal():
 
 def test_any_kernel_with_its_own_options():
     logp = STUDENT + torch.tensor([[0.5, -0.4, 0.2], [0.1, 0.9, -0.3]], dtype=F64)
-    args = {"logp": logp, "logp_behavior": STUDENT, "mask": MASK, "logp_teacher": TEACHER}
+    args = {"logp": logp - 2, "logp_behavior": STUDENT - 2, "mask": MASK, "logp_teacher": TEACHER - 2}  # log-probs, all below 0
     r = (logp - STUDENT).exp()
     capped = policy_loss("opd", **args, options={"kernel": "cispo", "cap": 1.3})
     torch.testing.assert_close(capped.weight, r.clamp(max=1.3))

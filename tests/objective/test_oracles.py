@@ -21,7 +21,7 @@ def tensors(case, **changes):
 def test_gradient_and_weight_equal_the_worked_case(case):
     data = tensors(case)
     logp = data.pop("logp").requires_grad_()
-    out = policy_loss(case["method"], logp=logp, options=case["options"], **data)
+    out = policy_loss(case["method"], logp=logp, options=case["options"], check=False, **data)  # some cases state ratios through log-probs above 0
     out.loss.backward()
     tolerance = 1e-7 if "1e-7" in case["note"] else 1e-9
     torch.testing.assert_close(logp.grad, torch.tensor(case["gradient"], dtype=torch.float64), rtol=0, atol=tolerance)
