@@ -115,3 +115,42 @@ def test_keys_the_issue_names_exist():
                 "model.path", "model.dtype", "device", "task.kind", "seed", "ratio.denominator"):  # fmt: skip
         assert key in keys, key
     assert len(keys) <= 80
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ("train.lr=true", "train.lr = True (must be a number)"),
+        ('train.lr="1e-3"', "train.lr = '1e-3' (must be a number)"),
+        ("train.steps=1.0", "train.steps = 1.0 (Input should be a valid integer)"),
+        ("train.steps=true", "train.steps = True"),
+        ('train.steps="7"', "train.steps = '7'"),
+        ("rollout.dynamic_sampling=1", "rollout.dynamic_sampling = 1 (Input should be a valid boolean)"),
+        ('eval.k=["1"]', "eval.k.0 = '1'"),
+        ("train.betas=[true, 0.9]", "train.betas.0 = True"),
+        ("train.grad_clip=true", "train.grad_clip = True"),
+        ('rollout.stop_strings=[""]', "rollout.stop_strings.0 = ''"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808"),
+        ("seed=" + "9" * 5000, "seed = '999"),
+        ("train.lr=1" + "0" * 400, "train.lr = a number of more than 80 digits (must be a finite number)"),
+        ("rollout.prompts=1000000000", "rollout.prompts"),
+        ("rollout.max_tokens=1000001", "rollout.max_tokens"),
+        ("task.heldout=100001", "task.heldout"),
+        ("train.steps=100000001", "train.steps"),
+        ("task.options.foo=1", "task.options belongs to task.kind = reasoning_gym"),
+        ("task.path=x", "task.path belongs to task.kind = rows"),
+    ],
+)
+def test_no_value_is_bent_into_its_type(part, says):
+    with pytest.raises(UsageError) as error:
+        load_config("tiny", part)
+    assert says in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_overrides_reach_into_free_tables():
+    config = load_config("task.kind=reasoning_gym", "task.name=products", "task.options.min_digits=1", "task.options.task.kind=2",
+                         "task.options.task.name=3", "task.chat_template_options.enable_thinking=false")  # fmt: skip
+    assert config.task.options == {"min_digits": 1, "task": {"kind": 2, "name": 3}}
+    assert config.task.chat_template_options == {"enable_thinking": False}
+    assert load_config("train.lr=1").train.lr == 1.0
