@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearpolicy.config import Config
+from nearpolicy.config import Config, Real, Whole
 from nearpolicy.errors import UsageError, nearest
 from nearpolicy.layers import read_toml, resolve
 
@@ -35,15 +35,15 @@ class Benchmark(BaseModel):
     """Column of the answer; None looks for the usual ones."""
     reward: str = "math_verify"
     """Reward function, as in `task.rewards`."""
-    samples: int = Field(1, ge=1)
+    samples: Whole = Field(1, ge=1, le=65_536)
     """Responses to each prompt (n of avg@n)."""
-    k: tuple[int, ...] = (1,)
+    k: tuple[Whole, ...] = (1,)
     """The k of pass@k."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Real = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Real = Field(1.0, gt=0, le=1)
     """Nucleus."""
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     """Longest response; None takes the configuration's."""
     system_prompt: str | None = None
     """Put in front of every prompt."""
