@@ -157,7 +157,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Reward of each reward function by name (NaN where it abstained)."""
     message: str = ""
-    """Why, for timeouts and errors: one line."""
+    """Why there is no reward (timeout, error, all functions abstained): one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

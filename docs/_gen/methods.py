@@ -112,14 +112,14 @@ def usage(row: Row) -> list[str]:
     out = []
     if not row.signal:
         out += ["```console", f"$ nearpolicy train tiny method.name={row.name}", "```", ""]
-    out += ["```python", "import torch", "", "import nearpolicy", "", "logp = torch.randn(4, 8).sub(3).requires_grad_()  # [responses, tokens]"]
+    out += ["```python", "import torch", "", "import nearpolicy", "", "logp = torch.randn(4, 8).sub(6).requires_grad_()  # [responses, tokens]"]
     arguments = ["logp=logp", "logp_behavior=logp.detach() + 0.1 * torch.randn(4, 8)", "mask=torch.ones(4, 8, dtype=torch.bool)"]
     options = ""
     needs = method(row.name).needs
     if row.signal:
-        arguments += ["logp_teacher=logp.detach() + torch.randn(4, 8)"]
+        arguments += ["logp_teacher=logp.detach() + 0.5 * torch.randn(4, 8)"]
         if "logp_reference" in needs:
-            arguments += ["logp_reference=logp.detach() + torch.randn(4, 8)"]
+            arguments += ["logp_reference=logp.detach() + 0.5 * torch.randn(4, 8)"]
     else:
         arguments += ["advantage=torch.tensor([1.0, -1.0, 0.5, -0.5])"]
     if row.aggregate == "constant":
