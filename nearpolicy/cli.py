@@ -72,7 +72,7 @@ def _interrupted(writes: tuple[str, Path, bool] | None) -> str:
         steps = [p for p in sorted((path / "checkpoints").glob("step-*")) if p.name.removeprefix("step-").isdigit()]
         if steps:
             return f"interrupted; {steps[-1]} stands: go on with nearpolicy train --resume --out {path}"
-        return f"interrupted before the first checkpoint; {path} " + ("is as it was" if was_there else "cannot be gone on with")
+        return f"interrupted before the first checkpoint; {path} " + ("is as it was" if was_there else "begins again with --resume")
     return f"interrupted; {path} " + ("was there before and may be the old one" if was_there else "may be incomplete")
 
 

@@ -184,7 +184,6 @@ def test_stopped_from_outside_and_gone_on_with(tiny, whole, tmp_path, number, co
 def test_a_failing_run_keeps_what_it_has(tiny, tmp_path, monkeypatch):
     """The reward breaks in the second rollout batch: a checkpoint of the last good update is there, and the run can be gone on with."""
     from nearpolicy.tasks.pool import RewardPool
-    from nearpolicy.trainer.loop import Stepper
 
     real, count = RewardPool.score, [0]
 
@@ -194,7 +193,6 @@ def test_a_failing_run_keeps_what_it_has(tiny, tmp_path, monkeypatch):
             raise NearPolicyError("reward", got="a broken machine", expected="scores", do="Mend it.")
         return real(self, items)
 
-    assert Stepper
     with monkeypatch.context() as patch:
         patch.setattr(RewardPool, "score", breaks)
         with pytest.raises(NearPolicyError, match="broken machine"):
@@ -352,7 +350,7 @@ def test_eval_report_and_methods(whole, tmp_path):
     assert result.exit_code == 0, result.output
     numbers = json.loads((tmp_path / "n.json").read_text())
     assert numbers["eval/pass@1"] <= numbers["eval/pass@4"]
-    assert "above" in refused("eval", str(checkpoint), "--samples", "2", "--k", "4") or True
+    assert "samples = 2" in refused("eval", str(checkpoint), "--samples", "2", "--k", "4")
     result = runner.invoke(cli, ["report", str(whole), str(whole), "--out", str(tmp_path / "two.html")])
     assert result.exit_code == 0, result.output
     for words, says in ((["methods"], "vespo"), (["methods", "vespo"], "c_pos"), (["recipes"], "tiny")):

@@ -19,7 +19,7 @@ from nearpolicy.rollout import Batch, Scored
 from nearpolicy.trainer.alarms import Alarms
 from nearpolicy.trainer.checkpoint import TrainerState, prune, save_checkpoint
 from nearpolicy.trainer.progress import Progress
-from nearpolicy.trainer.rundir import RunDir, RunDirError
+from nearpolicy.trainer.rundir import RunDir
 from nearpolicy.trainer.step import Stepper, StepResult
 from nearpolicy.trainer.trackers import Tracker
 
@@ -66,7 +66,6 @@ class Trainer:
     tokens_trained: int = 0
     spared: set[int] = field(default_factory=set)
     """Checkpoints kept from before an alarm."""
-    _scored: dict[tuple[int, int], Scored] = field(default_factory=dict)
     _began: float = 0.0
     _eval_s: float = 0.0
     _saved: int = -1
@@ -105,7 +104,7 @@ def train(t: Trainer) -> None:
         _end(t, "interrupted", t._saved, "stopped at once")
         raise
     except Exception as error:
-        _rescue(t, step, boundary, error)
+        _rescue(t, step, boundary)
         _end(t, "failed", t.stepper.done, str(error))
         raise
     finally:
@@ -114,9 +113,9 @@ def train(t: Trainer) -> None:
             tracker.close()
 
 
-def _rescue(t: Trainer, step: int, boundary: Mapping[str, Any], error: Exception) -> None:
+def _rescue(t: Trainer, step: int, boundary: Mapping[str, Any]) -> None:
     """Save what the weights contain, with the schedule as it was at that moment: before this update, or after it when it was applied."""
-    if isinstance(error, RunDirError) or t.stepper.done <= t._saved:
+    if t.stepper.done <= t._saved:
         return
     state = boundary if t.stepper.done == step else t.schedule.state_dict()
     try:
@@ -178,7 +177,7 @@ def _checkpoint(t: Trainer, step: int, schedule_state: Mapping[str, Any]) -> Non
         "tokens_trained": t.tokens_trained,
         "spared": sorted(t.spared),
     }
-    if t._saved != step or step == 0:
+    if t._saved != step:
         save_checkpoint(t.run.checkpoints, t.trainer_state(step, schedule_state, extra), t.save_model)
         t._saved = step
     prune(t.run.checkpoints, t.options.keep, t.spared)
