@@ -16,12 +16,11 @@ import torch
 
 from nearpolicy.check import build_method, describe_config, model_size, refuse
 from nearpolicy.config import Config
-from nearpolicy.errors import CheckpointError, EngineError, NearPolicyError, UsageError
+from nearpolicy.errors import EngineError, NearPolicyError, UsageError
 from nearpolicy.layers import is_override, layers, read_toml, resolve, to_tree
 from nearpolicy.methods import Method
-from nearpolicy.metrics import LOG_RATIO_EDGES
-from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
-from nearpolicy.policy.hf import _folder as existing_folder
+from nearpolicy.metrics import HISTOGRAMS
+from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model, load_tokenizer
 from nearpolicy.protocols import SamplingParams
 from nearpolicy.rollout import Batch, Prompt
 from nearpolicy.sampler.torch import TorchSampler
@@ -301,8 +300,7 @@ def _reference(parts: Parts) -> HFPolicy:
 def _trackers(config: Config, run: RunDir, resume_at: int | None) -> list[Tracker]:
     out: list[Tracker] = [JsonlTracker(run.metrics_file, resume_at=resume_at)]
     if "tensorboard" in config.log.trackers:
-        edges = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES}
-        out.append(TensorBoardTracker(run.path / "tensorboard", edges=edges, resume_at=resume_at))
+        out.append(TensorBoardTracker(run.path / "tensorboard", edges=HISTOGRAMS, resume_at=resume_at))
     if "wandb" in config.log.trackers:
         out.append(WandbTracker(run.path, name=run.path.name, config=to_tree(config)))
     return out
@@ -384,21 +382,11 @@ def check(config: Config) -> str:
     path = config.model.path
     if path == "smollm2":  # converting it is the business of a run
         return describe_config(config, chosen, None)
-    folder = existing_folder(model_folder(path))
-    size = model_size(folder)
+    folder = model_folder(path)
+    tokenizer, size = load_tokenizer(folder), model_size(folder)
     said: list[str] = []
-    Prompts(task, _tokenizer(folder), config, said.append).at(0)
+    Prompts(task, tokenizer, config, said.append).at(0)
     return "\n".join([describe_config(config, chosen, size), *(f"# {text}" for text in said)])
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds here
-        raise CheckpointError(f"model.path {folder}", got=f"no readable tokenizer ({type(error).__name__}: {error})",
-                              expected="the tokenizer's files beside the weights", do="Copy them into the folder.") from error  # fmt: skip
 
 
 def _ks(text: str) -> list[int]:

@@ -128,6 +128,10 @@ LOG_RATIO_EDGES: tuple[float, ...] = (*(-m for m in reversed(_MAGNITUDES)), 0.0,
 """Edges for log ratios and log weights, in nats: signed, eight bins a decade from 1e-4 to 1e4, and 0."""
 
 
+HISTOGRAMS = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES}
+"""Edges of every histogram metric, by name: what the report and the trackers draw counts with."""
+
+
 class Histogram(_Readable):
     """Counts in fixed bins; quantiles by linear interpolation inside a bin. `.value` is the median.
 

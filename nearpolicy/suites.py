@@ -47,8 +47,6 @@ class Benchmark(BaseModel):
     """Longest response; None takes the configuration's."""
     system_prompt: str | None = None
     """Put in front of every prompt."""
-    suffix: str = ""
-    """Note on the prompt format; informative."""
 
     def configure(self, base: Mapping[str, Any], folder: Path, overrides: Mapping[str, Any]) -> Config:
         """A configuration that evaluates `folder` on this benchmark alone."""

@@ -94,18 +94,35 @@ def load_model(
     return model.eval(), tokenizer
 
 
-def _read(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Any, dict[str, Any]]:
-    """Tokenizer, model, and what transformers says of the loading."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a Hugging Face folder, without its weights.
+
+    Raises:
+        CheckpointError: no such folder, no config or no tokenizer that can be read.
+    """
+    folder = _folder(path)
+    with quiet_transformers():
+        return _read_tokenizer(folder)
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # transformers raises many kinds here; the tokenizer would read it too, and be blamed
         raise _unreadable(folder, "config.json", e) from e
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
         raise _unreadable(folder, "tokenizer", e) from e
+
+
+def _read(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Any, dict[str, Any]]:
+    """Tokenizer, model, and what transformers says of the loading."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _read_tokenizer(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -21,7 +21,7 @@ from typing import IO, Any
 from nearpolicy.config import Config
 from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import changed_keys, read_toml, to_toml, to_tree
-from nearpolicy.metrics import LOG_RATIO_EDGES, TABLE
+from nearpolicy.metrics import HISTOGRAMS, TABLE
 
 RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads")
 """Keys that may differ when a run is gone on with; any other change would not be the same run."""
@@ -71,8 +71,7 @@ class RunDir:
         write_atomic(path / "run.toml", to_toml(to_tree(config)))
         write_atomic(path / "env.json", json.dumps(environment(), indent=1))
         write_atomic(path / "metrics_table.json", json.dumps([dataclasses.asdict(spec) for spec in TABLE.values()], indent=1))
-        edges = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES}
-        write_atomic(path / "histogram_edges.json", json.dumps(edges))
+        write_atomic(path / "histogram_edges.json", json.dumps(HISTOGRAMS))
         run.set_status("running", step=0)
         return run
 
