@@ -284,7 +284,7 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: T
     )  # fmt: skip
     if resume:
         trainer.alarms.load_state_dict(resume.extra["alarms"])
-        trainer.clock, trainer.tokens_trained = resume.extra["clock"], resume.extra["tokens_trained"]
+        trainer.clock, trainer.eval_s, trainer.tokens_trained = (resume.extra[k] for k in ("clock", "eval_s", "tokens_trained"))
         trainer.spared = set(resume.extra["spared"])
     return trainer
 

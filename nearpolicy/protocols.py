@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nearpolicy.metrics import Metrics
 from nearpolicy.randomness import Stream
-from nearpolicy.rollout import Array, Batch, Prefix, Prompt, Rollout, Score
+from nearpolicy.rollout import Array, Batch, Prefix, Prompt, Rollout, Score, Scored
 
 
 class LogProbs(NamedTuple):
@@ -140,6 +140,11 @@ class RolloutSource(Protocol):
 
 class Schedule(Protocol):
     """Decides when which data is trained on."""
+
+    tokens_sampled: int
+    """Response tokens decoded since the start of the run."""
+    last_scored: Sequence[Scored]
+    """The rollout batch that the last `next` was taken from, where it is still known."""
 
     def next(self, version: int) -> Batch:
         """The batch of the next optimizer update, given how many updates the policy contains."""

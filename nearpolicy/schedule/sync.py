@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class SyncSchedule:
         self.ledger = Ledger()
         self.cursor = 0
         self.tokens_sampled = 0
-        self.last_scored: list[Scored] = []
+        self.last_scored: Sequence[Scored] = []
         self._waiting: dict[int, list[Scored]] = {}
         self._batch: Batch | None = None
         self._slices: list[list[int]] = []

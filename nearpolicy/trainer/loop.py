@@ -63,11 +63,12 @@ class Trainer:
     """Updates done before this process (after a resume)."""
     clock: float = 0.0
     """Seconds of earlier processes of this run."""
+    eval_s: float = 0.0
+    """Seconds spent in evaluations, earlier processes included."""
     tokens_trained: int = 0
     spared: set[int] = field(default_factory=set)
     """Checkpoints kept from before an alarm."""
     _began: float = 0.0
-    _eval_s: float = 0.0
     _saved: int = -1
 
 
@@ -137,11 +138,10 @@ def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: f
     counts = _due(step, max(1, t.options.steps // 50), t.options.steps) or step == 1
     values: dict[str, Any] = dict(to_floats(metrics, counts=counts))
     t.tokens_trained += int(values["data/tokens_trained"])
-    elapsed = t.clock + time.perf_counter() - t._began - t._eval_s
-    sampled = getattr(t.schedule, "tokens_sampled", 0)
+    elapsed = t.clock + time.perf_counter() - t._began - t.eval_s
     values |= {
         "time/step_s": seconds,
-        "time/tokens_per_s": (sampled + t.tokens_trained) / max(elapsed, 1e-9),
+        "time/tokens_per_s": (t.schedule.tokens_sampled + t.tokens_trained) / max(elapsed, 1e-9),
         "time/memory_mb": memory_mb(),
     }
     alarms = t.alarms.watch(step, values)
@@ -155,7 +155,7 @@ def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: f
     t.progress.update(step, values)
     if t.options.rollouts_every and (_due(step, t.options.rollouts_every, t.options.steps) or step == 1):
         rows = list(range(0, len(batch), max(1, len(batch) // t.options.rollouts)))[: t.options.rollouts]
-        scored = _by_place(getattr(t.schedule, "last_scored", ()))
+        scored = _by_place(t.schedule.last_scored)
         t.run.write_rollouts(step, sample_records(step, batch, result.weight_BT, rows, decode=t.decode, scored=scored))
 
 
@@ -165,7 +165,7 @@ def _evaluate(t: Trainer, step: int) -> None:
     began = time.perf_counter()
     values = dict(t.evaluate(step))
     seconds = time.perf_counter() - began
-    t._eval_s += seconds
+    t.eval_s += seconds
     _log(t, step, "eval", values | {"time/eval_s": seconds})
     t.progress.evaluated(step, values)
 
@@ -174,6 +174,7 @@ def _checkpoint(t: Trainer, step: int, schedule_state: Mapping[str, Any]) -> Non
     extra = {
         "alarms": t.alarms.state_dict(),
         "clock": t.clock + time.perf_counter() - t._began,
+        "eval_s": t.eval_s,
         "tokens_trained": t.tokens_trained,
         "spared": sorted(t.spared),
     }
