@@ -9,7 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from nearpolicy.build import config_for, evaluate_checkpoint, train
+from nearpolicy.build import config_for, train
+from nearpolicy.jobs import evaluate_checkpoint
 
 
 def main(words: list[str] | None = None) -> dict[str, float]:

@@ -147,10 +147,10 @@ def train(parts: Sequence[str], out: Path | None, resume: bool) -> None:
 @_guard
 def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
     """Supervised warm start on the task's demonstrations: a Hugging Face folder that `model.path` takes."""
-    from nearpolicy import build
+    from nearpolicy import build, jobs
 
     target = _writes("model", out or default_out(parts, "sft"))
-    folder = build.sft(build.config_for(parts, None), target, say=click.echo, **options)
+    folder = jobs.sft(build.config_for(parts, None), target, say=click.echo, **options)
     click.echo(f"model: {folder}")
 
 
@@ -166,11 +166,11 @@ def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
 @_guard
 def evaluate(checkpoint: Path, parts: Sequence[str], **options: Any) -> None:
     """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals."""
-    from nearpolicy import build
+    from nearpolicy import jobs
 
     if options["json_out"] is not None:
         _writes("numbers", options["json_out"])
-    build.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
+    jobs.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
 
 
 @cli.command()

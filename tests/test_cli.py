@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nearpolicy import build, cli
+from nearpolicy import build, cli, jobs
 from nearpolicy.policy.tiny import make_tiny
 
 REWARDS = Path(__file__).parent / "data" / "rewards.py"
@@ -89,14 +89,14 @@ def test_an_interrupt_says_what_is_left(monkeypatch, tmp_path):
 
 
 def test_an_interrupt_of_a_warm_start_names_the_folder_it_may_have_begun(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "sft", stop)
+    monkeypatch.setattr(jobs, "sft", stop)
     assert "nothing was written" in call("sft", "--out", str(tmp_path / "new"))[2]
 
     def begin(config, path, **_):
         path.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "sft", begin)
+    monkeypatch.setattr(jobs, "sft", begin)
     assert "may be incomplete" in call("sft", "--out", str(tmp_path / "new"))[2]
 
 

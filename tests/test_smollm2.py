@@ -10,7 +10,8 @@ pytestmark = pytest.mark.skipif(not os.environ.get("NEARPOLICY_SMOLLM2"), reason
 
 @pytest.mark.slow
 def test_the_real_model_trains_and_comes_back(tmp_path):
-    from nearpolicy.build import config_for, evaluate_checkpoint, model_folder, train
+    from nearpolicy.build import config_for, model_folder, train
+    from nearpolicy.jobs import evaluate_checkpoint
 
     small = ["rollout.prompts=2", "rollout.group_size=2", "train.steps=2", "task.heldout=2", "rollout.max_tokens=8", "log.rollouts_every=1"]
     out = tmp_path / "run"
