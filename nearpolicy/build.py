@@ -5,6 +5,8 @@ report = train(config_for(["tiny", "train.steps=64"]), "runs/first")
 """
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -115,6 +117,10 @@ class Prompts:
             raise UsageError("task.max_prompt_tokens", got=f"row {row.id!r} above it", expected="prompts within it", do="Raise it.")
         return prompt
 
+    def digest(self) -> str:
+        """Digest of the held-out prompts' token ids, in order."""
+        return hashlib.sha256(b"|".join(p.token_P.astype("<i8").tobytes() for p in self.heldout)).hexdigest()[:16]
+
     def at(self, cursor: int) -> Prompt:
         """The prompt at this cursor."""
         index = self._order.index(cursor)
@@ -175,13 +181,15 @@ class Parts:
         if self.sampler.version != version:
             self.sampler.load(self.policy.published_weights(), version)
 
-    def evaluate(self, version: int, name: str = "eval") -> dict[str, float]:
-        """Held-out prompts under the current weights: metric rows named `name/...`."""
+    def evaluate(self, version: int, name: str = "eval", *, run: RunDir | None = None) -> dict[str, float]:
+        """Held-out prompts under the current weights: metric rows named `name/...`; with `run`, each prompt's values are stored there."""
         self.publish(version)
         e = self.config.eval
         params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p)
         sampled = evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k)
         values = sampled.values(name)
+        if run is not None:
+            run.write_evaluation(version, self.prompts.digest(), {k: none_for_nan(v) for k, v in sampled.by_prompt().items()})
         if e.greedy:
             greedy = evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
             if len(scores := greedy.average()):  # left out, like the other scores, when no response was scored
@@ -277,7 +285,8 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: T
             rollouts_every=c.log.rollouts_every, rollouts=c.log.rollouts,
         ),
         schedule=schedule, stepper=stepper, run=run, trackers=_trackers(c, run, (start if resume else -1) if again else None),
-        progress=Progress(t.steps, start=start), evaluate=parts.evaluate if parts.prompts.heldout else None, save_model=parts.policy.save,
+        progress=Progress(t.steps, start=start), evaluate=(lambda at: parts.evaluate(at, run=run)) if parts.prompts.heldout else None,
+        save_model=parts.policy.save,
         trainer_state=trainer_state, decode=lambda ids: [parts.tokenizer.decode([i]) for i in ids], start=start,
     )  # fmt: skip
     if resume:
@@ -304,8 +313,13 @@ def _trackers(config: Config, run: RunDir, resume_at: int | None) -> list[Tracke
     return out
 
 
-def train(config: Config, out: Path | str, *, resume: bool = False, say: Say = print) -> Path:
-    """Train and write the report; returns its path.
+def none_for_nan(value_N: Any) -> list[float | None]:
+    """Plain numbers for JSON, six digits after the point."""
+    return [None if math.isnan(v) else round(float(v), 6) for v in value_N]
+
+
+def train(config: Config, out: Path | str, *, resume: bool = False, report: bool = True, say: Say = print) -> Path:
+    """Train and write the report; returns its path (that of the run directory with `report` off, for runs of which there are many).
 
     Raises:
         NearPolicyError: what is wrong with the configuration, data, model or run directory, before anything is sampled; or what stopped
@@ -336,15 +350,15 @@ def train(config: Config, out: Path | str, *, resume: bool = False, say: Say = p
             if run is None:
                 run = RunDir.create(path, config)
             _show_prompt(parts, say)
-            return _run(parts, run, chosen, say, state, resume)
+            _run(parts, run, chosen, say, state, resume, report)
+            return run.path / "report.html" if report else run.path
     finally:
         if run is not None:
             run.close()
 
 
-def _run(parts: Parts, run: RunDir, chosen: Method, say: Say, state: TrainerState | None, resume: bool) -> Path:
+def _run(parts: Parts, run: RunDir, chosen: Method, say: Say, state: TrainerState | None, resume: bool, report: bool) -> None:
     """The loop, and a report however it ends."""
-    from nearpolicy.report import write_report
 
     run.set_status("running", step=state.step if state else 0)
     try:
@@ -353,9 +367,17 @@ def _run(parts: Parts, run: RunDir, chosen: Method, say: Say, state: TrainerStat
         with suppress(NearPolicyError, OSError):
             if run.status().get("status") == "running":
                 run.set_status("failed", step=state.step if state else 0, message=str(error))
-            write_report([run.path], run.path / "report.html")
+            if report:
+                _report(run)
         raise
-    return write_report([run.path], run.path / "report.html")
+    if report:
+        _report(run)
+
+
+def _report(run: RunDir) -> None:
+    from nearpolicy.report import write_report
+
+    write_report([run.path], run.path / "report.html")
 
 
 def _show_prompt(parts: Parts, say: Say) -> None:

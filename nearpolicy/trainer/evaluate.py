@@ -41,6 +41,15 @@ class Evaluation:
         known = self.scored > 0
         return np.nansum(self.reward_PN[known], 1) / self.scored[known]
 
+    def by_prompt(self) -> dict[str, Array]:
+        """pass@k and avg@n of every prompt in order, float64 [prompts], NaN where a prompt has too few scored responses."""
+        correct = (np.nan_to_num(self.reward_PN, nan=-np.inf) >= self.full_marks).sum(1)
+        counts = list(zip(self.scored, correct, strict=True))
+        out = {f"pass@{k}": np.array([pass_at_k(int(n), int(c), k) if n >= k else np.nan for n, c in counts]) for k in self.ks}
+        known = self.scored > 0
+        mean = np.nansum(self.reward_PN, 1) / np.maximum(self.scored, 1)
+        return out | {f"avg@{self.reward_PN.shape[1]}": np.where(known, mean, np.nan)}
+
     def values(self, prefix: str = "eval") -> dict[str, float]:
         """Metric rows: pass@k and avg@n with 95 % intervals, mean length, unscored share."""
         out: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """The run directory: written aside and renamed, so that a kill at any moment leaves either the old file or the new one.
 
-run.toml (resolved), env.json, status.json, metrics.jsonl, metrics_table.json, histogram_edges.json, rollouts/, checkpoints/, report.html.
+run.toml (resolved), env.json, status.json, metrics.jsonl, metrics_table.json, histogram_edges.json, evaluations/,
+rollouts/, checkpoints/, report.html.
 """
 
 import dataclasses
@@ -133,6 +134,21 @@ class RunDir:
         """What `set_status` wrote last; {} when nothing did."""
         file = self.path / "status.json"
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+    def write_evaluation(self, step: int, prompts: str, values: Mapping[str, Sequence[float | None]]) -> None:
+        """Per-prompt values of one evaluation: what intervals over prompts and paired comparisons of runs are made from.
+
+        Args:
+            prompts: digest of the held-out prompts in order; evaluations with equal digests are paired prompt by prompt.
+            values: pass@k, avg@n -> one value for each prompt; None = missing.
+        """
+        folder = self.path / "evaluations"
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+        document = {"step": step, "prompts": prompts, "values": values}
+        write_atomic(folder / f"step-{step:06d}.json", json.dumps(document, separators=(",", ":")))
 
     def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Sample responses of one update, as compressed JSON lines."""
