@@ -5,7 +5,7 @@ Unions are tagged by `kind`. Method options are checked by the method's own row
 """
 
 import sys
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
@@ -150,11 +150,70 @@ class RowsTask(_Task):
 Task = Annotated[ArithmeticTask | ReasoningGymTask | RowsTask, Field(discriminator="kind")]
 
 
+class LengthRatioCut(_Section):
+    """Keep a share of each stored response."""
+
+    kind: Literal["length_ratio"] = "length_ratio"
+    ratio: Real = Field(0.7, ge=0, le=1)
+    """Share of its tokens that is kept, rounded half to even; 1 replays it as it is."""
+
+
+class TopEntropyCut(_Section):
+    """Cut at one of the stored response's positions of highest entropy, drawn uniformly."""
+
+    kind: Literal["top_entropy"]
+    k: Whole = Field(8, ge=1, le=MOST_TOKENS)
+    """Positions to draw from."""
+    at: Literal["before", "after"] = "before"
+    """`before` has the token at the position written anew, `after` keeps it."""
+
+
+class RandomRatioCut(_Section):
+    """Keep a share of each stored response, drawn uniformly."""
+
+    kind: Literal["random_ratio"]
+    low: Real = Field(0.0, ge=0, le=1)
+    """Smallest share."""
+    high: Real = Field(1.0, ge=0, le=1)
+    """Largest share."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("low must not exceed high")
+        return self
+
+
+class FunctionCut(_Section):
+    """Cut where a function of one's own says."""
+
+    kind: Literal["function"]
+    function: str
+    """`package.module:function` or `file.py:function` with the signature (length, entropies, rng) -> tokens kept, 0 to length."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments handed to it."""
+
+
+Cut = Annotated[LengthRatioCut | TopEntropyCut | RandomRatioCut | FunctionCut, Field(discriminator="kind")]
+
+
+class Demonstrations(_Section):
+    """Worked solutions as rows of each group (LUFFY). Without `path` and `column` the task's own are taken."""
+
+    per_group: Whole = Field(1, ge=1, le=MOST_RESPONSES)
+    """Members of each group that are demonstrations; the policy writes the others."""
+    column: str | None = None
+    """Column of the data that holds them: a text, token ids, or a list of several of either."""
+    path: str | None = None
+    """File of records with `id` or `prompt` to find the row by, and the solution (under `column`, or demonstration, completion, solution or
+    response)."""
+
+
 class Rollout(_Section):
     """What is sampled."""
 
-    source: Literal["fresh"] = "fresh"
-    """Who writes the responses: `fresh` = the current policy writes all of each."""
+    source: str = "fresh"
+    """Who writes the responses."""
     prompts: Whole = Field(64, ge=1, le=MOST_RESPONSES)
     """Prompts in a rollout batch (P)."""
     group_size: Whole = Field(8, ge=1, le=MOST_RESPONSES)
@@ -177,6 +236,37 @@ class Rollout(_Section):
     """Tokens before `max_tokens` over which the soft length penalty grows to -1 (DAPO); None = off."""
     mask_truncated: Flag = False
     """Leave responses cut by the limit out of the loss."""
+    demonstrations: Demonstrations | None = None
+    """Worked solutions as rows of each group; needs a method that has a weight for them (luffy)."""
+
+
+class FreshRollout(Rollout):
+    """Every response is written whole by the current policy."""
+
+    source: Literal["fresh"] = "fresh"
+    """Who writes the responses: the current policy."""
+
+
+class RelayRollout(Rollout):
+    """Responses are begun by an earlier policy and finished by the current one (Thinking Seeds)."""
+
+    source: Literal["relay"]
+    """Who writes the responses: a policy of up to `refresh` rollout batches ago the beginning, the current policy the rest."""
+    refresh: Whole = Field(16, ge=1, le=65_536)
+    """Rollout batches in a cycle (T): at its start the current policy writes responses for all of them. The first is used as it is; of the
+    others a prefix is kept. 1 is `source = "fresh"`."""
+    cut: Cut = LengthRatioCut()
+    """Where stored responses are cut."""
+    relayed_per_group: Annotated[Whole, Field(ge=0, le=MOST_RESPONSES)] | None = None
+    """Members of each group that are relayed; the current policy writes the others whole. None = all (but demonstrations)."""
+    prefix: Literal["per_sample", "shared_in_group"] = "per_sample"
+    """`per_sample`: each relayed member goes on from a stored response of its own; `shared_in_group`: all from one."""
+    prefix_tokens: Literal["train", "mask"] = "train"
+    """`train` weighs prefix tokens by the ratio to the policy that wrote them; `mask` leaves them out of the loss."""
+    reserve: Real = Field(0.25, ge=0, le=100)
+    """Groups stored beyond those needed, as a share of them, for groups that dynamic sampling rejects; what goes beyond is written fresh."""
+    bank_limit: Whole = Field(4096, ge=1, le=2**40)
+    """Largest seed bank on disk, MiB; a cycle that could need more is refused before the run."""
 
 
 class SyncSchedule(_Section):
@@ -312,7 +402,7 @@ class Config(_Section):
     """CPU threads of torch; None leaves torch's own choice, at most two for small models. Results are equal bit for bit for an equal number."""
     model: Model = Model()
     task: Task = ArithmeticTask()
-    rollout: Rollout = Rollout()
+    rollout: Annotated[FreshRollout | RelayRollout, Field(discriminator="source")] = FreshRollout()
     schedule: SyncSchedule = SyncSchedule()
     method: Method = Method()
     ratio: Ratio = Ratio()
@@ -323,14 +413,28 @@ class Config(_Section):
     log: Log = Log()
 
 
-VARIANTS: dict[str, tuple[str, dict[str, set[str]]]] = {
-    "task": (
-        "arithmetic",
-        {"arithmetic": set(ArithmeticTask.model_fields), "reasoning_gym": set(ReasoningGymTask.model_fields), "rows": set(RowsTask.model_fields)},
-    ),
-    "schedule": ("sync", {"sync": set(SyncSchedule.model_fields)}),
+class Kinds(NamedTuple):
+    """A section that comes in kinds."""
+
+    tag: str
+    """The key that names the kind."""
+    default: str
+    fields: dict[str, set[str]]
+    """Kind -> its keys."""
+
+
+def _kinds(tag: str, *variants: type[BaseModel]) -> Kinds:
+    names = [variant.model_fields[tag].annotation.__args__[0] for variant in variants]  # type: ignore[union-attr]
+    return Kinds(tag, names[0], {name: set(variant.model_fields) for name, variant in zip(names, variants, strict=True)})
+
+
+VARIANTS: dict[str, Kinds] = {
+    "task": _kinds("kind", ArithmeticTask, ReasoningGymTask, RowsTask),
+    "rollout": _kinds("source", FreshRollout, RelayRollout),
+    "rollout.cut": _kinds("kind", LengthRatioCut, TopEntropyCut, RandomRatioCut, FunctionCut),
+    "schedule": _kinds("kind", SyncSchedule),
 }
-"""Sections that come in kinds: the default kind, and the fields of each."""
+"""Sections that come in kinds, by dotted name; the first kind is the default."""
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:

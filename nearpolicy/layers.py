@@ -43,20 +43,21 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         raise UsageError(key, got=repr(value), expected="a TOML value", do='Quote strings: key="text".') from None
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
-    """Layer `over` on `base`. A section (`top`) whose `kind` (or method `name`) changes keeps only what the new variant knows."""
+def _merge(base: dict[str, Any], over: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Layer `over` on `base`. A section whose kind (or method `name`) changes keeps only what the new variant knows."""
     out = dict(base)
     for key, value in over.items():
-        old = out.get(key)
+        old, name = out.get(key), section + key
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            if top and key == "method" and "name" in value and value["name"] != old.get("name"):
+            kinds = VARIANTS.get(name)
+            if name == "method" and "name" in value and value["name"] != old.get("name"):
                 old = {}
-            elif top and key in VARIANTS and "kind" in value and value["kind"] != old.get("kind", VARIANTS[key][0]):
-                fields = VARIANTS[key][1].get(str(value["kind"]))
+            elif kinds is not None and kinds.tag in value and value[kinds.tag] != old.get(kinds.tag, kinds.default):
+                fields = kinds.fields.get(str(value[kinds.tag]))
                 old = {k: v for k, v in old.items() if fields is not None and k in fields}
-            out[key] = _merge(dict(old), value, top=False)
+            out[key] = _merge(dict(old), value, f"{name}.")
         else:
-            out[key] = dict(value) if isinstance(value, Mapping) else value
+            out[key] = _merge({}, value, f"{name}.") if isinstance(value, Mapping) else value
     return out
 
 
@@ -65,23 +66,20 @@ def _explain(error: ValidationError) -> UsageError:
     known = known_keys()
     parts, hints = [], []
     for e in error.errors():
-        loc = [str(p) for p in e["loc"]]
-        for section, (_, variants) in VARIANTS.items():
-            if len(loc) > 1 and loc[0] == section and loc[1] in variants:
-                del loc[1]
+        loc = _without_kinds([str(p) for p in e["loc"]])
         key = ".".join(loc)
         if e["type"] == "extra_forbidden":
-            owners = _owners(loc)
+            tag, owners = _owners(loc)
             if owners:
-                parts.append(f"{key} is no key of this {loc[0]}.kind")
-                hints.append(f"{key} belongs to {loc[0]}.kind = {' or '.join(owners)}.")
+                parts.append(f"{key} is no key of this {tag}")
+                hints.append(f"{key} belongs to {tag} = {' or '.join(owners)}.")
                 continue
             parts.append(f"{key} is no known key")
             hint = nearest(key, known)
             hints += [hint] if hint.startswith("Did") else []
         elif e["type"] == "union_tag_invalid":
-            parts.append(f"{key}.kind = {e['ctx']['tag']!r}")
-            hints.append(nearest(str(e["ctx"]["tag"]), VARIANTS[loc[0]][1]))
+            parts.append(f"{key}.{VARIANTS[key].tag} = {e['ctx']['tag']!r}")
+            hints.append(nearest(str(e["ctx"]["tag"]), VARIANTS[key].fields))
         else:
             why = e["msg"].removeprefix("Value error, ")
             parts.append(f"{key} is missing" if e["type"] == "missing" else f"{key} = {_short(e['input'])} ({why})")
@@ -95,9 +93,37 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _owners(loc: Sequence[str]) -> list[str]:
-    """The kinds of a section that have this key (known to be foreign to the kind at hand)."""
-    return [kind for kind, fields in VARIANTS[loc[0]][1].items() if loc[1] in fields] if len(loc) == 2 and loc[0] in VARIANTS else []
+def _without_kinds(loc: Sequence[str]) -> list[str]:
+    """The place of an error without the kinds that pydantic puts behind the name of a section."""
+    out: list[str] = []
+    fresh = False  # whether the last word named a section
+    for word in loc:
+        kinds = VARIANTS.get(".".join(out))
+        if fresh and kinds is not None and word in kinds.fields:
+            fresh = False
+            continue
+        out.append(word)
+        fresh = True
+    return out
+
+
+def _owners(loc: Sequence[str]) -> tuple[str, list[str]]:
+    """The tag of a key's section and the kinds that have this key (known to be foreign to the kind at hand)."""
+    section = ".".join(loc[:-1])
+    kinds = VARIANTS.get(section)
+    if kinds is None:
+        return "", []
+    return f"{section}.{kinds.tag}", [kind for kind, fields in kinds.fields.items() if loc[-1] in fields]
+
+
+def _default_kinds(tree: dict[str, Any]) -> None:
+    """Name the default kind in sections that name none."""
+    for section, kinds in VARIANTS.items():
+        at: Any = tree
+        for word in section.split("."):
+            at = at.get(word) if isinstance(at, dict) else None
+        if isinstance(at, dict):
+            at.setdefault(kinds.tag, kinds.default)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -158,8 +184,7 @@ def resolve(trees: Sequence[Mapping[str, Any]]) -> Config:
     merged: dict[str, Any] = {}
     for tree in trees:
         merged = _merge(merged, tree)
-    if isinstance(merged.get("task"), dict):
-        merged["task"].setdefault("kind", "arithmetic")
+    _default_kinds(merged)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

@@ -6,7 +6,7 @@ import pytest
 
 from nearpolicy.config import Config, known_keys
 from nearpolicy.errors import UsageError
-from nearpolicy.layers import changed_keys, find_recipe, load_config, parse_override, recipe_names, to_toml, to_tree
+from nearpolicy.layers import changed_keys, find_recipe, load_config, parse_override, recipe_names, resolve, to_toml, to_tree
 
 
 def test_layers_left_to_right(tmp_path):
@@ -114,12 +114,42 @@ def test_keys_the_issue_names_exist():
     for key in ("method.name", "schedule.kind", "schedule.updates_per_rollout", "rollout.prompts", "rollout.group_size", "train.steps", "train.lr",
                 "model.path", "model.dtype", "device", "task.kind", "seed", "ratio.denominator"):  # fmt: skip
         assert key in keys, key
-    assert len(keys) <= 80
+    assert len(keys) <= 100
+
+
+def test_a_kind_inside_a_kind_keeps_what_it_knows():
+    """Fresh rollouts lose the relay's keys; another cut loses the old one's."""
+    config = load_config(
+        "tiny", "rollout.source=relay", "rollout.refresh=4", "rollout.cut.ratio=0.5", "rollout.cut.kind=top_entropy", "rollout.cut.k=3"
+    )
+    assert to_tree(config)["rollout"]["cut"] == {"kind": "top_entropy", "k": 3, "at": "before"}
+    fresh = load_config(*relay, "rollout.prompts=5", "rollout.source=fresh")
+    assert fresh.rollout.prompts == 5
+    assert fresh == load_config("tiny", "rollout.prompts=5")
+
+
+def test_layers_leave_what_they_are_given_as_it_was():
+    tree = {"rollout": {"source": "relay", "cut": {"ratio": 0.5}}}
+    resolve([tree])
+    assert tree == {"rollout": {"source": "relay", "cut": {"ratio": 0.5}}}
 
 
 @pytest.mark.parametrize(
     ("part", "says"),
     [
+        ("rollout.refresh=3", "rollout.refresh belongs to rollout.source = relay"),
+        ("rollout.cut.ratio=0.5", "rollout.cut belongs to rollout.source = relay"),
+        ("rollout={source='relay', refresh=0}", "rollout.refresh = 0"),
+        ("rollout={source='relay', cut={ratio=1.2}}", "rollout.cut.ratio = 1.2"),
+        ("rollout={source='relay', cut={ratio=-0.1}}", "rollout.cut.ratio = -0.1"),
+        ("rollout={source='relay', cut={k=3}}", "rollout.cut.k belongs to rollout.cut.kind = top_entropy"),
+        ("rollout={source='relay', cut={kind='top_entropy', k=0}}", "rollout.cut.k = 0"),
+        ("rollout={source='relay', cut={kind='random_ratio', low=0.6, high=0.5}}", "low must not exceed high"),
+        ("rollout={source='relay', cut={kind='function'}}", "rollout.cut.function is missing"),
+        ("rollout={source='relay', cut={kind='top_entropi'}}", "'top_entropy'"),
+        ("rollout={source='relay', relayed_per_group=-1}", "rollout.relayed_per_group = -1"),
+        ("rollout={source='rely'}", "'relay'"),
+        ("rollout.demonstrations.per_group=0", "rollout.demonstrations.per_group = 0"),
         ("train.lr=true", "train.lr = True (must be a number)"),
         ('train.lr="1e-3"', "train.lr = '1e-3' (must be a number)"),
         ("train.steps=1.0", "train.steps = 1.0 (Input should be a valid integer)"),

@@ -50,14 +50,21 @@ def configuration_page() -> str:
             if model is configuration.Method:
                 lines += _method_section()
                 continue
-            kind = model.model_fields.get("kind")
-            value = get_args(kind.annotation)[0] if kind is not None and get_origin(kind.annotation) is Literal else None
-            title = f"`[{name}]`" + (f' with `kind = "{value}"`' if value else "")
-            lines += ["", f"## {title}", "", _doc(model), "", *_table(model, f"{name}.")]
+            lines += ["", f"## `[{name}]`{_kind(name, model)}", "", _doc(model), "", *_table(model, f"{name}.")]
     lines += ["", "## `[model.lora]`", "", _doc(configuration.Lora), "", *_table(configuration.Lora, "model.lora.")]
+    for model in configuration._section_types(configuration.RelayRollout.model_fields["cut"].annotation):
+        lines += ["", f"## `[rollout.cut]`{_kind('rollout.cut', model)}", "", _doc(model), "", *_table(model, "rollout.cut.")]
+    lines += ["", "## `[rollout.demonstrations]`", "", _doc(configuration.Demonstrations), ""]
+    lines += _table(configuration.Demonstrations, "rollout.demonstrations.")
     lines += ["", "## `[[task.rewards]]`", "", _doc(configuration.Reward), "", *_table(configuration.Reward, "")]
     lines += ["", "## `[[benchmark]]` of a suite file", "", _doc(Benchmark), "", *_table(Benchmark, "")]
     return "\n".join(lines) + "\n"
+
+
+def _kind(name: str, model: type[BaseModel]) -> str:
+    """` with kind = ...` for a section that comes in kinds."""
+    tag = configuration.VARIANTS[name].tag if name in configuration.VARIANTS else None
+    return f' with `{tag} = "{get_args(model.model_fields[tag].annotation)[0]}"`' if tag else ""
 
 
 def _method_section() -> list[str]:
