@@ -119,9 +119,8 @@ def test_keys_the_issue_names_exist():
 
 def test_a_kind_inside_a_kind_keeps_what_it_knows():
     """Fresh rollouts lose the relay's keys; another cut loses the old one's."""
-    config = load_config(
-        "tiny", "rollout.source=relay", "rollout.refresh=4", "rollout.cut.ratio=0.5", "rollout.cut.kind=top_entropy", "rollout.cut.k=3"
-    )
+    relay = ["tiny", "rollout.source=relay", "rollout.refresh=4"]
+    config = load_config(*relay, "rollout.cut.ratio=0.5", "rollout.cut.kind=top_entropy", "rollout.cut.k=3")
     assert to_tree(config)["rollout"]["cut"] == {"kind": "top_entropy", "k": 3, "at": "before"}
     fresh = load_config(*relay, "rollout.prompts=5", "rollout.source=fresh")
     assert fresh.rollout.prompts == 5
