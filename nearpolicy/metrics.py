@@ -174,11 +174,60 @@ class Histogram(_Readable):
         return self.quantile(0.5)
 
 
-Metrics = dict[str, Mean | Sum | Max | Ess | Histogram]
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the rows and bins of a `Table` are, and which columns are read from them."""
+
+    rows: tuple[str, ...]
+    """Names of the sums; the first counts what fell into a bin."""
+    axes: Mapping[str, slice]
+    """Name of each set of bins -> its place among all bins. Everything counted falls into one bin of every axis."""
+    reads: Mapping[str, tuple[str, str | None]]
+    """Column -> (row, row it is divided by); None divides by the row's sum over the axis: a share."""
+
+
+class Table(_Readable):
+    """Sums by bin, float64 [rows, bins], all of one layout in one tensor, so that merging is one addition and exact. `.value` is the count."""
+
+    __slots__ = ("layout", "sums")
+
+    def __init__(self, sums: Tensor, layout: Layout) -> None:
+        self.sums, self.layout = sums.detach(), layout
+
+    def merge(self, other: "Table") -> "Table":
+        if self.layout is not other.layout:
+            raise ValueError("tables of different layouts do not merge")
+        return Table(self.sums + other.sums.to(self.sums.device), self.layout)
+
+    @property
+    def value(self) -> float:
+        return float(self.sums[0, next(iter(self.layout.axes.values()))].sum())
+
+    def columns(self) -> dict[str, list[float]]:
+        """`column/axis` -> one value a bin, six digits, NaN where nothing was measured; empty bins at the end are left out."""
+        out: dict[str, list[float]] = {}
+        sums = self.sums.cpu()
+        for axis, where in self.layout.axes.items():
+            part = sums[:, where]
+            filled = torch.nonzero(part[0])
+            part = part[:, : int(filled[-1]) + 1 if len(filled) else 0]
+            row = dict(zip(self.layout.rows, part, strict=True))
+            out[f"{self.layout.rows[0]}/{axis}"] = part[0].long().tolist()
+            for name, (top, bottom) in self.layout.reads.items():
+                values = row[top] / (row[top].sum() if bottom is None else row[bottom])
+                if bool(values.isfinite().any()):
+                    out[f"{name}/{axis}"] = [float(f"{v:.6g}") if math.isfinite(v) else math.nan for v in values.tolist()]
+        return out
+
+
+AnyValue = Mean | Sum | Max | Ess | Histogram | Table
+"""Every kind of value."""
+
+Metrics = dict[str, AnyValue]
 """Metric name -> mergeable value, as `policy_loss(...).metrics` and the trainer return them."""
 
 
-def merge(parts: Iterable[Mapping[str, Mean | Sum | Max | Ess | Histogram]]) -> Metrics:
+def merge(parts: Iterable[Mapping[str, AnyValue]]) -> Metrics:
     """The metrics of all parts together; a name missing from a part counts as not measured there."""
     out: Metrics = {}
     for part in parts:
@@ -190,8 +239,11 @@ def merge(parts: Iterable[Mapping[str, Mean | Sum | Max | Ess | Histogram]]) -> 
 QUANTILES = {"p01": 0.01, "p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 
-def to_floats(metrics: Mapping[str, Mean | Sum | Max | Ess | Histogram], *, counts: bool = True) -> dict[str, float | list[float]]:
-    """What is written to `metrics.jsonl`: floats; a histogram gives its quantiles as `name/p50` ... and, with `counts`, `name/hist`."""
+def to_floats(metrics: Mapping[str, AnyValue], *, counts: bool = True) -> dict[str, float | list[float]]:
+    """What is written to `metrics.jsonl`: floats; a histogram gives its quantiles as `name/p50` ... and, with `counts`, `name/hist`.
+
+    With `counts`, a table gives a list for each of its columns as `name/column/axis`; without, nothing.
+    """
     out: dict[str, float | list[float]] = {}
     for name, value in metrics.items():
         if isinstance(value, Histogram):
@@ -199,6 +251,8 @@ def to_floats(metrics: Mapping[str, Mean | Sum | Max | Ess | Histogram], *, coun
                 out[f"{name}/{label}"] = value.quantile(q)
             if counts:
                 out[f"{name}/hist"] = value.counts.tolist()
+        elif isinstance(value, Table):
+            out |= {f"{name}/{column}": values for column, values in value.columns().items()} if counts else {}
         else:
             out[name] = value.value
     return out
@@ -273,6 +327,20 @@ for _row in (
     # advantage
     ("advantage/mean", "reward", "none", "mean advantage over trained tokens", None),
     ("advantage/abs_mean", "reward", "none", "mean |advantage| over trained tokens", None),
+    # by position in the response: a list for each set of bins, under /rel (tenths of the response) and /abs (tokens, powers of two)
+    ("position/tokens", "tokens", "none", "trained tokens in the bin since the last row that had this list", None),
+    ("position/entropy", "nats", "band", "mean entropy of the current policy", None),
+    ("position/surprisal_behavior", "nats", "band", "mean of minus the behaviour log-prob: an unbiased estimate of the behaviour entropy", None),
+    ("position/entropy_behavior", "nats", "band", "mean entropy of the sampling distribution, where the sampler stored it", None),
+    ("position/clip_frac", "fraction", "band", "trained tokens whose gradient the kernel sets to zero", None),
+    ("position/log_ratio", "nats", "band", "mean log ratio, before any clamp", None),
+    ("position/abs_log_ratio", "nats", "down", "mean |log ratio|, before any clamp", None),
+    ("position/raw_weight", "weight", "band", "mean ratio at the method's level that enters the kernel", None),
+    ("position/weight", "weight", "band", "mean gradient weight", None),
+    ("position/weight_mass", "fraction", "none", "share of the sum of gradient weights", None),
+    ("position/advantage_mass", "fraction", "none", "share of the sum of |advantage|", None),
+    ("position/gradient_share", "fraction", "none", "share of the summed norms of the loss gradient at the logits of each token", None),
+    ("position/age", "updates", "down", "mean age of the tokens: updates done minus the version that sampled them", None),
     # staleness
     ("stale/age_mean", "updates", "down", "mean age of the responses trained on", None),
     ("stale/age_max", "updates", "down", "largest age trained on", None),

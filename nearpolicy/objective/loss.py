@@ -79,6 +79,8 @@ class LossOutput:
     """Values of `nearpolicy.metrics` by name; merge them over micro-batches."""
     advantage: Tensor
     """The advantage each token was trained with (reward, distillation signal or their sum), detached, [B, T]; 0 at masked tokens."""
+    seen: Seen
+    """What the metrics were made from, token by token, for diagnostics that look closer."""
 
 
 def columns(
@@ -392,7 +394,9 @@ def compute(
         else:
             value = f * drift.log_weight.share if outer is None else f * drift.log_weight.share * outer
             objective = (scaled * value).sum()
-        metrics |= measure(
-            Seen(c.mask, c.own, drift.log_ratio_BT, drift.log_weight, phi, weight, advantage, detached, objective, drift.correction, drift.acting_BT)
-        )
-    return LossOutput(loss, weight, metrics, advantage)
+        seen = Seen(
+            c.mask, c.own, drift.log_ratio_BT, drift.log_weight, phi, weight, advantage, detached, objective, drift.correction, drift.acting_BT,
+            coefficient,
+        )  # fmt: skip
+        metrics |= measure(seen)
+    return LossOutput(loss, weight, metrics, advantage, seen)

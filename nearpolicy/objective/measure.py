@@ -37,6 +37,8 @@ class Seen(NamedTuple):
     objective: Tensor
     correction: Correction | None
     acting_BT: Tensor | None
+    coefficient_BT: Tensor
+    """aggregate * advantage * weight: minus the gradient of the loss to each log-prob; 0 at masked tokens."""
 
 
 @lru_cache(maxsize=8)

@@ -15,6 +15,9 @@ from nearpolicy.errors import UsageError
 PROFILES = ("prefix", "suffix", "amplify_prefix", "curriculum")
 """Names of the position profiles."""
 
+TOKEN_EDGES = tuple(2**k for k in range(16))
+"""First token of each absolute bin but the first: bins 0, 1, 2-3, 4-7, ..., 32768 and later."""
+
 
 def index(response_mask_BT: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Index of each response token in its response, from 0; meaningless outside the response (at least -1)."""
@@ -37,6 +40,12 @@ def bins(response_mask_BT: Bool[Tensor, "B T"], num_bins: int = 10) -> Int[Tenso
     length = response_mask_BT.sum(1, keepdim=True).clamp(min=1)
     bin_BT = (index(response_mask_BT) * num_bins).div(length, rounding_mode="floor").clamp(max=num_bins - 1)
     return bin_BT.masked_fill(~response_mask_BT, -1)
+
+
+def token_bins(response_mask_BT: Bool[Tensor, "B T"], edges: Sequence[int] = TOKEN_EDGES) -> Int[Tensor, "B T"]:
+    """Bin of the token index: the number of edges at or below it, 0 to len(edges); -1 outside the response."""
+    at = torch.bucketize(index(response_mask_BT), torch.tensor(edges, device=response_mask_BT.device), right=True)
+    return at.masked_fill(~response_mask_BT, -1)
 
 
 def fraction_count(length_B: Int[Tensor, "*B"], fraction: float) -> Int[Tensor, "*B"]:

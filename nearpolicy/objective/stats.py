@@ -40,6 +40,24 @@ def ess(log_weight_N: Tensor) -> Tensor:
     return (2 * torch.logsumexp(log_weight_N, 0) - torch.logsumexp(2 * log_weight_N, 0)).exp()
 
 
+def logit_gradient_norm(logp: Tensor, entropy: Tensor) -> Tensor:
+    """Norm of d logp / d logits of each token, elementwise, from its log-prob and the entropy of its distribution (nats) alone.
+
+    The gradient is onehot - p, so with q the chosen token's alternatives, renormalised,
+
+        norm^2 = (1 - p)^2 (1 + sum q^2)  >=  (1 - p)^2 (1 + exp(-H(q))),   H(q) = (H - h(p)) / (1 - p),   h(p) = -p log p - (1-p) log(1-p)
+
+    since sum q^2 >= exp(-H(q)) (Jensen). What is returned is that lower bound: exact when the alternatives are equally likely (two tokens,
+    one alternative, uniform), and at most a factor sqrt(2) low whatever they are. sum p^2 itself would be one more pass over the vocabulary
+    for every token. The logits are those of the sampling distribution, after division by the temperature. 0 where p = 1.
+    """
+    x, h = logp.double().clamp(max=0.0), entropy.double()
+    rest = -torch.expm1(x)
+    own = -x.exp() * x - torch.xlogy(rest, rest)
+    among = ((h - own) / rest).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0.0)
+    return rest * (1 + (-among).exp_()).sqrt_()
+
+
 def kl_estimate(logp: Tensor, logp_reference: Tensor, *, estimator: str) -> Tensor:
     """One-sample estimate of KL(pi || ref) for x ~ pi, elementwise, nats; with d = logp - logp_reference:
 

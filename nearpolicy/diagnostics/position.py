@@ -1,0 +1,130 @@
+"""What happens where in the response: every quantity of the update by relative position and by token index, for every method.
+
+Each trained token falls into one bin of each axis: `rel`, tenths of its own response (edge rule: floor(10 t / T)), and `abs`, its index between
+powers of two. A table holds sums alone, so micro-batches, ranks and updates merge by adding. Sources of the reading: entropy and clip share by
+position, Thinking Seeds (arXiv 2601.21476, Figures 2 and 4); drift along the response, arXiv 2606.22600.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearpolicy.metrics import Layout, Table, to_floats
+from nearpolicy.objective import position
+from nearpolicy.objective.measure import Seen
+from nearpolicy.objective.stats import logit_gradient_norm
+from nearpolicy.rollout import Batch
+
+NAME = "position"
+"""Key of the table among an update's metrics, and head of the names of its columns."""
+RELATIVE_BINS = 10
+"""Bins of relative position: tenths."""
+EDGES = {"rel": [k / RELATIVE_BINS for k in range(1, RELATIVE_BINS)], "abs": [float(e) for e in position.TOKEN_EDGES]}
+"""Inner borders of the bins of each axis: where bin 1, 2, ... begin, in responses and in tokens."""
+
+LAYOUT = Layout(
+    rows=("tokens", "entropy", "clipped", "weight", "advantage", "gradient",
+          "own", "surprisal", "log_ratio", "abs_log_ratio", "raw_weight", "age", "entropy_known", "entropy_behavior"),
+    axes={"rel": slice(0, RELATIVE_BINS), "abs": slice(RELATIVE_BINS, RELATIVE_BINS + len(position.TOKEN_EDGES) + 1)},
+    reads={
+        "entropy": ("entropy", "tokens"),
+        "surprisal_behavior": ("surprisal", "own"),
+        "entropy_behavior": ("entropy_behavior", "entropy_known"),
+        "clip_frac": ("clipped", "tokens"),
+        "log_ratio": ("log_ratio", "own"),
+        "abs_log_ratio": ("abs_log_ratio", "own"),
+        "raw_weight": ("raw_weight", "own"),
+        "weight": ("weight", "tokens"),
+        "age": ("age", "own"),
+        "weight_mass": ("weight", None),
+        "advantage_mass": ("advantage", None),
+        "gradient_share": ("gradient", None),
+    },
+)  # fmt: skip
+"""`tokens`, `own` and `entropy_known` count trained tokens, those with a behaviour policy and those with a stored behaviour entropy; the rest are
+sums. From `own` on, rows are over `own` tokens alone."""
+
+
+@torch.no_grad()
+def position_table(batch: Batch, seen: Seen, *, logp_BT: Tensor, entropy_BT: Tensor, step: int) -> Table:
+    """The sums of one micro-batch.
+
+    Args:
+        seen: of the loss of this micro-batch (`policy_loss(...).seen`).
+        logp_BT, entropy_BT: of the current policy; detached here.
+        step: updates that the current policy contains: a token's age is `step` minus its version.
+    The gradient is that of the method's loss at the logits of the token, |coefficient| * |d logp / d logits| by
+    `objective.stats.logit_gradient_norm`; penalties added to the loss (KL, entropy bonus) are left out.
+    """
+    own_BT, mask_BT = seen.own_BT, seen.mask_BT
+    trained_N = mask_BT.reshape(-1).nonzero()[:, 0]
+
+    def take(column: Tensor) -> Tensor:
+        return column.expand_as(mask_BT).reshape(-1).index_select(0, trained_N)
+
+    log_ratio_N = take(seen.log_ratio_BT)
+    columns: dict[str, Tensor | float] = {
+        "tokens": 1.0,
+        "entropy": take(entropy_BT),
+        "clipped": take(seen.phi == 0),
+        "weight": take(seen.weight_BT),
+        "advantage": take(seen.advantage_BT).abs(),
+        "gradient": take(seen.coefficient_BT).abs() * logit_gradient_norm(take(logp_BT), take(entropy_BT)),
+        "own": take(own_BT),
+        "surprisal": -take(batch.logp_behavior_BT),
+        "log_ratio": log_ratio_N,
+        "abs_log_ratio": log_ratio_N.abs(),
+        "raw_weight": take(seen.log_weight.value).exp(),
+        "age": step - take(batch.version_BT),
+        "entropy_known": 0.0,
+        "entropy_behavior": 0.0,
+    }
+    if batch.entropy_behavior_BT is not None:
+        entropy_N = take(batch.entropy_behavior_BT)
+        columns["entropy_known"] = entropy_N.isfinite()
+        columns["entropy_behavior"] = entropy_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
+    values_RN = torch.empty(len(LAYOUT.rows), len(trained_N), dtype=torch.float64, device=mask_BT.device)
+    for row_N, name in zip(values_RN, LAYOUT.rows, strict=True):
+        row_N.copy_(column) if isinstance(column := columns[name], Tensor) else row_N.fill_(column)
+    if own_BT is not mask_BT:  # demonstrations have no behaviour policy, ratio or age
+        values_RN[LAYOUT.rows.index("own") :].masked_fill_(~take(own_BT), 0.0)
+    response_BT = batch.response_mask_BT
+    return Table(_sums(values_RN, take(position.bins(response_BT, RELATIVE_BINS)), take(position.token_bins(response_BT))), LAYOUT)
+
+
+def _sums(values_RN: Tensor, relative_N: Tensor, token_N: Tensor) -> Tensor:
+    """Sums over the bins of both axes, [rows, bins]: one pass over their product, folded afterwards."""
+    R, A = len(values_RN), len(position.TOKEN_EDGES) + 1
+    cells = RELATIVE_BINS * A
+    place_RN = torch.arange(R, device=values_RN.device)[:, None] * cells + (relative_N * A + token_N)
+    sums = values_RN.new_zeros(R * cells).index_add_(0, place_RN.reshape(-1), values_RN.reshape(-1)).view(R, RELATIVE_BINS, A)
+    return torch.cat([sums.sum(2), sums.sum(1)], 1)
+
+
+class PositionLog:
+    """Adds the tables of the updates between two rows of the log, so that a row shows all mini-batches of a stale batch and not one of them."""
+
+    def __init__(self) -> None:
+        self._sum: Table | None = None
+
+    def add(self, table: Table) -> None:
+        """Count this update in."""
+        self._sum = table if self._sum is None else self._sum.merge(table)
+
+    def take(self) -> dict[str, float | list[float]]:
+        """The columns of everything added since the last call; {} when nothing was."""
+        out = {} if self._sum is None else to_floats({NAME: self._sum})
+        self._sum = None
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was added and not taken, exactly."""
+        return {"sums": None if self._sum is None else self._sum.sums.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; a state of another layout counts as empty."""
+        sums = torch.tensor(state["sums"], dtype=torch.float64) if state["sums"] is not None else None
+        bins = max(where.stop for where in LAYOUT.axes.values())
+        self._sum = Table(sums, LAYOUT) if sums is not None and sums.shape == (len(LAYOUT.rows), bins) else None
