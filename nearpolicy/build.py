@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
+from nearpolicy.build_source import build_source
 from nearpolicy.check import build_method, describe_config, model_size, refuse
-from nearpolicy.config import Config
+from nearpolicy.config import Config, RelayRollout
 from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import is_override, layers, read_toml, resolve, to_tree
 from nearpolicy.methods import Method
 from nearpolicy.metrics import HISTOGRAMS
 from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model, load_tokenizer
-from nearpolicy.protocols import SamplingParams
+from nearpolicy.protocols import RolloutSource, SamplingParams
 from nearpolicy.rollout import Batch, Prompt
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.schedule.sync import SyncOptions, SyncSchedule
-from nearpolicy.sources.fresh import FreshSource
+from nearpolicy.sources.demonstrations import DemonstrationSource
 from nearpolicy.tasks.arithmetic import ArithmeticTask
 from nearpolicy.tasks.functions import Reward, RewardSpec
 from nearpolicy.tasks.order import PromptOrder
@@ -33,7 +34,7 @@ from nearpolicy.tasks.pool import RewardPool
 from nearpolicy.tasks.reasoning_gym import GymTask
 from nearpolicy.tasks.render import Renderer
 from nearpolicy.tasks.rows import Columns, FileTask, Row, Task
-from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, load_optimizer_tensors, newest, optimizer_tensors, prune
+from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, load_optimizer_tensors, newest, optimizer_tensors, prune, take_files
 from nearpolicy.trainer.evaluate import evaluate
 from nearpolicy.trainer.loop import LoopOptions, Trainer
 from nearpolicy.trainer.loop import train as run_loop
@@ -43,6 +44,8 @@ from nearpolicy.trainer.step import StepOptions, Stepper, learning_rate, score_a
 from nearpolicy.trainer.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 
 Say = Callable[[str], None]
+SEEDS = "seeds"
+"""Folder of a run directory in which the seed bank of a relay lies."""
 TINY = Path(__file__).parent / "tasks" / "data" / "tiny"
 SMALL_MODEL = 2_000_000
 """Models with fewer parameters gain from a second CPU thread (1.4x on the tiny default) and lose with more."""
@@ -120,6 +123,10 @@ class Prompts:
     def digest(self) -> str:
         """Digest of the held-out prompts' token ids, in order."""
         return hashlib.sha256(b"|".join(p.token_P.astype("<i8").tobytes() for p in self.heldout)).hexdigest()[:16]
+
+    def known(self) -> list[Prompt]:
+        """All training prompts of finite data; the first one of what is made on the fly."""
+        return [self.at(0)] if self._finite is None else self._finite
 
     def at(self, cursor: int) -> Prompt:
         """The prompt at this cursor."""
@@ -226,14 +233,27 @@ def _sampler(config: Config, folder: Path, model: Any, tokenizer: Any, policy: H
     return TorchSampler(model, tokenizer, max_rows=config.rollout.max_rows, dtype=dtype)
 
 
-def build_schedule(parts: Parts, chosen: Method, reference: HFPolicy | None) -> SyncSchedule:
-    """Sync schedule on a fresh source."""
+def rollout_source(parts: Parts, run: Path) -> RolloutSource:
+    """Who writes the responses of this run; demonstrations of finite data are all checked here."""
+    source = build_source(
+        parts.config, task=parts.task, sampler=parts.sampler, params=parts.params, tokenizer=parts.tokenizer,
+        vocabulary=parts.model.config.get_text_config().vocab_size, folder=run / SEEDS,
+    )  # fmt: skip
+    if isinstance(source, DemonstrationSource):
+        for prompt in parts.prompts.known():
+            source.check(prompt)
+    return source
+
+
+def build_schedule(parts: Parts, chosen: Method, source: RolloutSource, reference: HFPolicy | None) -> SyncSchedule:
+    """Sync schedule on this source."""
     c, r = parts.config, parts.config.rollout
     normalize = c.advantage.normalize_std if c.advantage.normalize_std is not None else chosen.normalize_std
     options = SyncOptions(
         prompts=r.prompts, group_size=r.group_size, updates_per_rollout=c.schedule.updates_per_rollout, baseline=c.advantage.baseline,
         normalize_std=normalize, dynamic_sampling=r.dynamic_sampling, max_redraws=r.max_redraws, max_tokens=r.max_tokens,
         overlong_buffer=r.overlong_buffer, mask_truncated=r.mask_truncated,
+        mask_prefix=isinstance(r, RelayRollout) and r.prefix_tokens == "mask",
     )  # fmt: skip
     proximal = "logp_proximal" in chosen.needs
 
@@ -245,11 +265,10 @@ def build_schedule(parts: Parts, chosen: Method, reference: HFPolicy | None) -> 
             columns["logp_reference_BT"] = score_all(reference, batch).to(batch.token_BT.device)
         return dataclasses.replace(batch, **columns)
 
-    source = FreshSource(parts.sampler, parts.params)
     return SyncSchedule(options, source=source, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, annotate=annotate)
 
 
-def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: TrainerState | None, again: bool) -> Trainer:
+def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, resume: TrainerState | None, again: bool) -> Trainer:
     """Optimizer, schedule, trackers and progress; with `resume`, everything as it was after that update.
 
     Args:
@@ -261,18 +280,22 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: T
     optimizer = torch.optim.AdamW(parameters, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=fused)
     names = {id(p): n for n, p in parts.model.named_parameters()}
     reference = _reference(parts) if t.kl_coefficient else None
-    schedule = build_schedule(parts, chosen, reference)
+    schedule = build_schedule(parts, chosen, source, reference)
     master = c.model.lora is not None
     start = resume.step if resume else 0
     if resume:
         if master:
             parts.policy.load_state_dict({**parts.policy.state_dict(), **resume.master})
         load_optimizer_tensors(optimizer, names, resume.optimizer)
+        take_files(resume, run.path / SEEDS)
         schedule.load_state_dict(resume.schedule)
 
     def trainer_state(step: int, schedule_state: Mapping[str, Any], extra: dict[str, Any]) -> TrainerState:
         own = {n: p.detach() for n, p in parts.model.named_parameters() if p.requires_grad} if master else {}
-        return TrainerState(step=step, optimizer=optimizer_tensors(optimizer, names), master=own, schedule=dict(schedule_state), extra=extra)
+        files = {name: run.path / SEEDS / name for name in schedule_state["source"].get("files", [])}
+        return TrainerState(
+            step=step, optimizer=optimizer_tensors(optimizer, names), master=own, schedule=dict(schedule_state), extra=extra, files=files
+        )
 
     stepper = Stepper(
         parts.policy, chosen, optimizer,
@@ -288,9 +311,12 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, say: Say, resume: T
         progress=Progress(t.steps, start=start), evaluate=(lambda at: parts.evaluate(at, run=run)) if parts.prompts.heldout else None,
         save_model=parts.policy.save,
         trainer_state=trainer_state, decode=lambda ids: [parts.tokenizer.decode([i]) for i in ids], start=start,
+        cut=c.rollout.cut_name,
     )  # fmt: skip
     if resume:
         trainer.alarms.load_state_dict(resume.extra["alarms"])
+        trainer.positions.load_state_dict(resume.extra["positions"])
+        trainer.truncation.load_state_dict(resume.extra["truncation"])
         trainer.clock, trainer.eval_s, trainer.tokens_trained = (resume.extra[k] for k in ("clock", "eval_s", "tokens_trained"))
         trainer.spared = set(resume.extra["spared"])
     return trainer
@@ -347,22 +373,22 @@ def train(config: Config, out: Path | str, *, resume: bool = False, report: bool
         elif path.exists() and (not path.is_dir() or any(path.iterdir())):
             RunDir.create(path, config)  # raises before anything is loaded
         with assemble(config, folder, say) as parts:
+            source = rollout_source(parts, path)
             if run is None:
                 run = RunDir.create(path, config)
             _show_prompt(parts, say)
-            _run(parts, run, chosen, say, state, resume, report)
+            _run(parts, run, chosen, source, state=state, resume=resume, report=report)
             return run.path / "report.html" if report else run.path
     finally:
         if run is not None:
             run.close()
 
 
-def _run(parts: Parts, run: RunDir, chosen: Method, say: Say, state: TrainerState | None, resume: bool, report: bool) -> None:
+def _run(parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, state: TrainerState | None, resume: bool, report: bool) -> None:
     """The loop, and a report however it ends."""
-
     run.set_status("running", step=state.step if state else 0)
     try:
-        run_loop(build_trainer(parts, run, chosen, say, state, resume))
+        run_loop(build_trainer(parts, run, chosen, source, resume=state, again=resume))
     except BaseException as error:
         with suppress(NearPolicyError, OSError):
             if run.status().get("status") == "running":

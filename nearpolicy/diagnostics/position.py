@@ -108,6 +108,8 @@ class PositionLog:
 
     def __init__(self) -> None:
         self._sum: Table | None = None
+        self.due = False
+        """The next row of the log is to carry them."""
 
     def add(self, table: Table) -> None:
         """Count this update in."""
@@ -116,15 +118,16 @@ class PositionLog:
     def take(self) -> dict[str, float | list[float]]:
         """The columns of everything added since the last call; {} when nothing was."""
         out = {} if self._sum is None else to_floats({NAME: self._sum})
-        self._sum = None
+        self._sum, self.due = None, False
         return out
 
     def state_dict(self) -> dict[str, Any]:
         """What was added and not taken, exactly."""
-        return {"sums": None if self._sum is None else self._sum.sums.tolist()}
+        return {"due": self.due, "sums": None if self._sum is None else self._sum.sums.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; a state of another layout counts as empty."""
+        self.due = bool(state["due"])
         sums = torch.tensor(state["sums"], dtype=torch.float64) if state["sums"] is not None else None
         bins = max(where.stop for where in LAYOUT.axes.values())
         self._sum = Table(sums, LAYOUT) if sums is not None and sums.shape == (len(LAYOUT.rows), bins) else None

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nearpolicy.diagnostics import position
 from nearpolicy.diagnostics.samples import sample_records
+from nearpolicy.diagnostics.truncation import TruncationTokens
 from nearpolicy.errors import NearPolicyError
-from nearpolicy.metrics import Metrics, to_floats
+from nearpolicy.metrics import Metrics, Table, to_floats
 from nearpolicy.protocols import Schedule
 from nearpolicy.rollout import Batch, Scored
 from nearpolicy.trainer.alarms import Alarms
@@ -58,7 +60,11 @@ class Trainer:
     save_model: Callable[[Path], None]
     trainer_state: Callable[[int, Mapping[str, Any], dict[str, Any]], TrainerState]
     decode: Callable[[Sequence[int]], list[str]]
+    cut: str = ""
+    """Name of the strategy that cuts stored responses, for the counts of truncation tokens."""
     alarms: Alarms = field(default_factory=Alarms)
+    positions: position.PositionLog = field(default_factory=position.PositionLog)
+    truncation: TruncationTokens = field(default_factory=TruncationTokens)
     start: int = 0
     """Updates done before this process (after a resume)."""
     clock: float = 0.0
@@ -134,6 +140,9 @@ def _end(t: Trainer, how: str, step: int, message: str = "") -> None:
 def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: float) -> None:
     """Log the update, raise alarms, record sample responses."""
     metrics: Metrics = t.schedule.metrics() | result.metrics
+    if isinstance(table := metrics.pop(position.NAME, None), Table):
+        t.positions.add(table)
+    t.truncation.add(batch, t.cut)
     # Histogram counts are most of a line: a run keeps about fifty of them, the quantiles at every step.
     counts = _due(step, max(1, t.options.steps // 50), t.options.steps) or step == 1
     values: dict[str, Any] = dict(to_floats(metrics, counts=counts))
@@ -145,8 +154,12 @@ def _measure(t: Trainer, step: int, batch: Batch, result: StepResult, seconds: f
         "time/memory_mb": memory_mb(),
     }
     alarms = t.alarms.watch(step, values)
+    if counts:
+        t.positions.due = True
+        if truncated := t.truncation.table(t.decode):
+            t.run.write_truncation(truncated)
     if step % t.options.log_every == 0 or alarms or step == t.options.steps:
-        _log(t, step, "train", values)
+        _log(t, step, "train", values | (t.positions.take() if t.positions.due else {}))
     for alarm in alarms:
         _log(t, step, "alarm", {"alarm": alarm.metric, "message": alarm.message, "value": alarm.value})
         t.progress.say(f"alarm: {alarm.message}")
@@ -177,6 +190,8 @@ def _checkpoint(t: Trainer, step: int, schedule_state: Mapping[str, Any]) -> Non
         "eval_s": t.eval_s,
         "tokens_trained": t.tokens_trained,
         "spared": sorted(t.spared),
+        "positions": t.positions.state_dict(),
+        "truncation": t.truncation.state_dict(),
     }
     if t._saved != step:
         save_checkpoint(t.run.checkpoints, t.trainer_state(step, schedule_state, extra), t.save_model)

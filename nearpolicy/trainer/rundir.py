@@ -1,7 +1,7 @@
 """The run directory: written aside and renamed, so that a kill at any moment leaves either the old file or the new one.
 
-run.toml (resolved), env.json, status.json, metrics.jsonl, metrics_table.json, histogram_edges.json, evaluations/,
-rollouts/, checkpoints/, report.html.
+run.toml (resolved), env.json, status.json, metrics.jsonl, metrics_table.json, histogram_edges.json, position_edges.json,
+truncation_tokens.json (relayed runs), evaluations/, rollouts/, checkpoints/, report.html.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nearpolicy.config import Config
+from nearpolicy.diagnostics import position
 from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import changed_keys, read_toml, to_toml, to_tree
 from nearpolicy.metrics import HISTOGRAMS, TABLE
@@ -73,6 +74,7 @@ class RunDir:
         write_atomic(path / "env.json", json.dumps(environment(), indent=1))
         write_atomic(path / "metrics_table.json", json.dumps([dataclasses.asdict(spec) for spec in TABLE.values()], indent=1))
         write_atomic(path / "histogram_edges.json", json.dumps(HISTOGRAMS))
+        write_atomic(path / "position_edges.json", json.dumps(position.EDGES))
         run.set_status("running", step=0)
         return run
 
@@ -149,6 +151,10 @@ class RunDir:
             raise disk_error(folder, error) from error
         document = {"step": step, "prompts": prompts, "values": values}
         write_atomic(folder / f"step-{step:06d}.json", json.dumps(document, separators=(",", ":")))
+
+    def write_truncation(self, table: Mapping[str, Any]) -> None:
+        """Counts of the tokens at the cuts of the run so far (`TruncationTokens.table`)."""
+        write_atomic(self.path / "truncation_tokens.json", json.dumps(table))
 
     def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Sample responses of one update, as compressed JSON lines."""

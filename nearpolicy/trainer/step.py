@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearpolicy.diagnostics import position
 from nearpolicy.errors import EngineError
 from nearpolicy.methods import Method, policy_loss
 from nearpolicy.metrics import Mean, Metrics, Sum, merge
@@ -77,7 +78,7 @@ class Stepper:
         statistics = self._statistics(batch) if self.method.needs_statistics and len(plan) > 1 else None
         for rows, gradient in plan:
             with torch.set_grad_enabled(gradient):
-                loss, metrics, weight = self._micro_batch(batch.rows(rows), counts, statistics)
+                loss, metrics, weight = self._micro_batch(batch.rows(rows), step, counts, statistics)
             if gradient:
                 loss.backward()
             weight_BT[rows, : weight.shape[1]] = weight
@@ -110,7 +111,9 @@ class Stepper:
         """Micro-batches of these rows, as rows of the batch."""
         return [[rows[i] for i in part] for part in self.policy.plan(batch.rows(rows))] if rows else []
 
-    def _micro_batch(self, micro: Batch, counts: dict[str, int], statistics: Mapping[str, Tensor] | None) -> tuple[Tensor, Metrics, Tensor]:
+    def _micro_batch(
+        self, micro: Batch, step: int, counts: dict[str, int], statistics: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Metrics, Tensor]:
         o = self.options
         scores = self.policy.score(micro, entropy_grad=bool(o.entropy_coefficient))
         if statistics is None and self.method.needs_statistics:  # the micro-batch is the whole batch
@@ -136,6 +139,7 @@ class Stepper:
         if o.entropy_coefficient:
             loss = loss - o.entropy_coefficient * (scores.entropy_BT * mask).sum() / tokens
         metrics["policy/entropy"] = Mean((scores.entropy_BT.detach() * mask).sum(), mask.sum())
+        metrics[position.NAME] = position.position_table(micro, out.seen, logp_BT=scores.logp_BT, entropy_BT=scores.entropy_BT, step=step)
         return loss, metrics, out.weight
 
     def _columns(self, batch: Batch) -> dict[str, Any]:

@@ -184,15 +184,18 @@ def test_the_log_adds_updates_and_survives_a_checkpoint():
     log = PositionLog()
     assert log.take() == {}
     log.add(first)
+    log.due = True
     resumed = PositionLog()
     resumed.load_state_dict(log.state_dict())
     for each in (log, resumed):
+        assert each.due
         each.add(second)
     taken = log.take()
     assert taken == {f"{NAME}/{k}": v for k, v in first.merge(second).columns().items()}
     assert resumed.take() == taken
+    assert not log.due
     assert log.take() == {}
-    resumed.load_state_dict({"sums": [[1.0]]})
+    resumed.load_state_dict({"due": False, "sums": [[1.0]]})
     assert resumed.take() == {}
 
 
