@@ -219,8 +219,9 @@ def assemble(config: Config, folder: Path, say: Say) -> Iterator[Parts]:
         sampler = _sampler(config, folder, model, tokenizer, policy)
         r = config.rollout
         params = SamplingParams(
-            max_tokens=r.max_tokens, temperature=r.temperature, eos_ids=eos_ids(model, tokenizer), stop_strings=r.stop_strings, seed=config.seed
-        )
+            max_tokens=r.max_tokens, temperature=r.temperature, eos_ids=eos_ids(model, tokenizer), stop_strings=r.stop_strings, seed=config.seed,
+            entropy=config.log.behavior_entropy,
+        )  # fmt: skip
         yield Parts(config, task, model, tokenizer, policy, sampler, pool, prompts, params)
 
 

@@ -387,6 +387,8 @@ class Log(_Section):
     """Updates between recorded sample responses; 0 = never."""
     rollouts: Whole = Field(8, ge=1, le=MOST_RESPONSES)
     """Responses recorded each time."""
+    behavior_entropy: Flag = False
+    """Have the sampler store the entropy at every token (one more pass over the vocabulary), for the curves by position."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Further trackers (extras); metrics.jsonl is always written."""
 
