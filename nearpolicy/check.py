@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.config import MOST_RESPONSES, Config
+from nearpolicy.config import MOST_RESPONSES, Config, LengthRatioCut, RelayRollout, Rollout
 from nearpolicy.errors import UsageError
 from nearpolicy.layers import to_toml, to_tree
 from nearpolicy.methods import Method, method
+from nearpolicy.sources.bank import bound_bytes
 
 IMPORTANCE_FREE = ("reinforce",)
 TYPICAL_PROMPT = 512
@@ -52,6 +53,7 @@ def refuse(config: Config, chosen: Method) -> list[str]:
         best = nearest_divisor(rows, parts)
         raise UsageError("schedule.updates_per_rollout", got=f"{parts} for {rollout.prompts} x {rollout.group_size} responses",
                          expected="a divisor of the rollout batch", do=f"Take {best}, or change rollout.prompts or rollout.group_size.")  # fmt: skip
+    _refuse_sources(rollout, chosen)
     baseline = config.advantage.baseline
     if rollout.group_size == 1 and baseline != "none" and chosen.needs_advantage:
         raise UsageError("rollout.group_size", got=f"1 with advantage.baseline = {baseline!r}", expected="at least 2",
@@ -69,13 +71,45 @@ def refuse(config: Config, chosen: Method) -> list[str]:
     warnings = []
     if parts == 1 and chosen.options["denominator"] == "behavior" and chosen.name not in IMPORTANCE_FREE:
         warnings.append(f"updates_per_rollout = 1: every ratio is 1 up to rounding, so {chosen.name}'s weight cannot act")
-    if chosen.name == "luffy":
-        warnings.append("no demonstration rows: luffy then is the clipped ratio alone")
+    if chosen.parts.kernel.demonstration is not None and rollout.demonstrations is None:
+        warnings.append(f"no rollout.demonstrations: {chosen.name} then is the clipped ratio alone")
+    if isinstance(rollout, RelayRollout):
+        warnings += _relay_warnings(rollout)
     if config.eval.every == 0 or config.task.heldout == 0:
         warnings.append("no evaluation during the run")
     if train.decay == "constant" and train.min_lr:
         warnings.append("train.min_lr does nothing with train.decay = constant")
     return warnings
+
+
+def _refuse_sources(rollout: Rollout, chosen: Method) -> None:
+    """Refuse relays and demonstrations that the group, the method or the disk cannot hold."""
+    shown = rollout.demonstrations.per_group if rollout.demonstrations is not None else 0
+    if shown >= rollout.group_size:
+        raise UsageError("rollout.demonstrations.per_group", got=f"{shown} with rollout.group_size = {rollout.group_size}",
+                         expected="fewer than the group", do="Lower it: the policy writes the other members.")  # fmt: skip
+    if shown and chosen.parts.kernel.demonstration is None:
+        raise UsageError("rollout.demonstrations", got=f"demonstration rows with method.name = {chosen.name}", expected="method.name = luffy",
+                         do="Only luffy has a weight for tokens without behaviour log-probs.")  # fmt: skip
+    if not isinstance(rollout, RelayRollout):
+        return
+    if rollout.relayed + shown > rollout.group_size:
+        raise UsageError("rollout.relayed_per_group", got=rollout.relayed, expected=f"at most {rollout.group_size - shown} = rollout.group_size"
+                         + (" - rollout.demonstrations.per_group" if shown else ""), do="Lower it, or raise rollout.group_size.")  # fmt: skip
+    most = bound_bytes(rollout.stored_responses, rollout.max_tokens) / 2**20
+    if most > rollout.bank_limit:
+        raise UsageError("rollout.bank_limit", got=f"{rollout.bank_limit} MiB for a seed bank of up to {most:.0f} MiB", expected="room for a cycle",
+                         do="Raise it, or lower rollout.refresh, rollout.prompts or rollout.max_tokens.")  # fmt: skip
+
+
+def _relay_warnings(rollout: RelayRollout) -> list[str]:
+    """Relays that keep nothing or everything."""
+    if rollout.refresh == 1 or rollout.relayed == 0:
+        return ["rollout.refresh = 1: nothing is relayed" if rollout.refresh == 1 else "rollout.relayed_per_group = 0: nothing is relayed"]
+    ratio = rollout.cut.ratio if isinstance(rollout.cut, LengthRatioCut) else None
+    if ratio == 0:
+        return ["rollout.cut.ratio = 0: seeds are written and nothing of them is kept"]
+    return ["rollout.cut.ratio = 1: stored responses are replayed as they are, nothing is written anew"] if ratio == 1 else []
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -127,6 +161,10 @@ def derived(config: Config, size: Size | None) -> dict[str, str]:
         "rollout batches": f"{math.ceil(config.train.steps / n)} ({config.train.steps} updates)",
         "responses": f"{math.ceil(config.train.steps / n) * rows}",
     }
+    if isinstance(r, RelayRollout) and r.stored_responses:
+        out["relay cycle"] = f"{r.refresh} rollout batches = {r.refresh * n} updates; {r.relayed} of {r.group_size} in each group relayed"
+        out["seed bank"] = f"{r.stored_responses} responses, at most {bound_bytes(r.stored_responses, r.max_tokens) / 2**20:.1f} MiB on disk"
+        out["worst-case age of a prefix"] = f"{r.refresh * n - 1} updates"
     if size:
         out |= _memory(config, size)
     return out

@@ -4,6 +4,7 @@ Unions are tagged by `kind`. Method options are checked by the method's own row
 (`nearpolicy.methods`), where their defaults live.
 """
 
+import math
 import sys
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -239,6 +240,11 @@ class Rollout(_Section):
     demonstrations: Demonstrations | None = None
     """Worked solutions as rows of each group; needs a method that has a weight for them (luffy)."""
 
+    @property
+    def cut_name(self) -> str:
+        """What counts of truncation tokens are kept under; empty where nothing is cut."""
+        return ""
+
 
 class FreshRollout(Rollout):
     """Every response is written whole by the current policy."""
@@ -267,6 +273,28 @@ class RelayRollout(Rollout):
     """Groups stored beyond those needed, as a share of them, for groups that dynamic sampling rejects; what goes beyond is written fresh."""
     bank_limit: Whole = Field(4096, ge=1, le=2**40)
     """Largest seed bank on disk, MiB; a cycle that could need more is refused before the run."""
+
+    @property
+    def cut_name(self) -> str:
+        """The kind of the cut, or the function's import path."""
+        return self.cut.function if isinstance(self.cut, FunctionCut) else self.cut.kind
+
+    @property
+    def relayed(self) -> int:
+        """Members of each group that are relayed."""
+        shown = self.demonstrations.per_group if self.demonstrations is not None else 0
+        return self.group_size - shown if self.relayed_per_group is None else self.relayed_per_group
+
+    @property
+    def stored_groups(self) -> int:
+        """Groups in the seed bank of a cycle: those of batches 2 to T, and a reserve where groups can be rejected."""
+        needed = (self.refresh - 1) * self.prompts
+        return needed + (math.ceil(self.reserve * needed) if self.dynamic_sampling else 0)
+
+    @property
+    def stored_responses(self) -> int:
+        """Responses in the seed bank of a cycle."""
+        return self.stored_groups * (min(self.relayed, 1) if self.prefix == "shared_in_group" else self.relayed)
 
 
 class SyncSchedule(_Section):

@@ -344,6 +344,21 @@ for _row in (
     # staleness
     ("stale/age_mean", "updates", "down", "mean age of the responses trained on", None),
     ("stale/age_max", "updates", "down", "largest age trained on", None),
+    # relayed rollouts (Thinking Seeds)
+    ("relay/relayed_frac", "fraction", "none", "responses of the rollout batch that go on from a stored prefix (a cut of 0 included)", None),
+    ("relay/prefix_frac", "fraction", "none", "share of the rollout batch's response tokens that stand in a relayed prefix", None),
+    ("relay/zero_cut_frac", "fraction", "none", "relayed responses of which nothing was kept", None),
+    ("relay/finished_in_prefix_frac", "fraction", "none", "relayed responses that ended inside the kept prefix: nothing was sampled", None),
+    ("relay/tokens_kept", "tokens", "none", "tokens of the rollout batch taken from the seed bank", None),
+    ("relay/tokens_decoded", "tokens", "none", "tokens of the rollout batch decoded for it, the seed bank's not counted", None),
+    ("relay/groups_without_seed", "groups", "down", "groups written fresh because the seed bank had none left for them", None),
+    ("relay/prefix_age", "updates", "none", "mean age of the tokens in relayed prefixes at this update", None),
+    ("relay/bank_tokens", "tokens", "none", "tokens decoded for the seed bank at the start of the cycle", None),
+    ("relay/bank_bytes", "bytes", "none", "size of the seed bank on disk", None),
+    # demonstrations (LUFFY)
+    ("demonstration/frac", "fraction", "none", "demonstrations among the responses of the rollout batch", None),
+    ("demonstration/reward", "reward", "up", "their mean reward; they are not in reward/*", None),
+    ("demonstration/length", "tokens", "none", "their mean length", None),
     # data flow
     ("data/groups_rejected", "groups", "down", "groups rejected by dynamic sampling", None),
     ("data/redraws", "rounds", "down", "rounds of redrawing that dynamic sampling needed", None),

@@ -1,6 +1,6 @@
 """The seams. Each protocol states its contract; `tests/contract` runs one suite against every implementation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -122,15 +122,34 @@ class ScoreItem:
         return cls(prompt=prompt.columns.get("prompt", prompt.text), completion=rollout.text, columns=columns)
 
 
+Upcoming = Callable[[int], tuple[int, Prompt]]
+"""k -> (ticket, prompt) of the k-th group after those that the rollout batch at hand needs."""
+
+
 class RolloutSource(Protocol):
     """Decides who writes which part of a response."""
+
+    @property
+    def tokens_decoded(self) -> int:
+        """Response tokens decoded by this object since it was made, those stored for later rollout batches included."""
+        ...
+
+    def begin(self, version: int, upcoming: Upcoming) -> None:
+        """A new rollout batch begins; the sampler holds the weights of this version. Called once before its `write`s, of which there may be any
+        number."""
+        ...
 
     def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
         """n rollouts for each (ticket, prompt, attempt), grouped."""
         ...
 
+    def metrics(self) -> Metrics:
+        """What was measured since the last call, besides what every schedule measures."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next call depends on (JSON values and tensors)."""
+        """Everything that the next call depends on (JSON values and tensors). `files`, when there, names files of the run that belong to it:
+        a checkpoint takes them along."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nearpolicy.metrics import Max, Mean, Metrics, Sum
-from nearpolicy.rollout import Array, Outcome, Scored
+from nearpolicy.rollout import Array, Outcome, Scored, Source
 
 
 def repetition(token_T: Array, n: int = 4) -> float:
@@ -18,7 +18,10 @@ def repetition(token_T: Array, n: int = 4) -> float:
 
 
 def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
-    """Rewards, outcomes, lengths, repetition and log-perplexity of these responses."""
+    """Rewards, outcomes, lengths, repetition and log-perplexity of the policy's responses; demonstrations stand apart under names of their own."""
+    shown = [s for s in scored if s.rollout.source is Source.DEMONSTRATION]
+    if shown:
+        scored = [s for s in scored if s.rollout.source is not Source.DEMONSTRATION]
     rewards = np.array([s.score.reward for s in scored])
     known = rewards[~np.isnan(rewards)]
     outcomes = Counter(s.score.outcome for s in scored)
@@ -28,7 +31,7 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
     logps = [s.rollout.logp_behavior_T for s in scored if s.rollout.logp_behavior_T is not None]
     num_logps = sum(len(x) for x in logps)
     sum_logp = float(sum(x.sum(dtype=np.float64) for x in logps))
-    return {
+    return _demonstrations(shown, len(scored)) | {
         "reward/mean": Mean(float(known.sum()), len(known)),
         "reward/std": Mean(float(known.std() * len(known)), len(known)),
         "reward/unscored_frac": Mean(len(scored) - len(known), len(scored)),
@@ -40,4 +43,16 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
         "response/truncated_frac": Mean(sum(s.rollout.truncated for s in scored), len(scored)),
         "response/repetition": Mean(sum(repetition(s.rollout.response_T) for s in looked_at), len(looked_at)),
         "response/log_perplexity": Mean(-sum_logp, num_logps),
+    }
+
+
+def _demonstrations(shown: Sequence[Scored], others: int) -> Metrics:
+    """Share, reward and length of demonstration rows; nothing without any."""
+    if not shown:
+        return {}
+    rewards = [s.score.reward for s in shown if s.score.reward == s.score.reward]
+    return {
+        "demonstration/frac": Mean(len(shown), len(shown) + others),
+        "demonstration/reward": Mean(sum(rewards), len(rewards)),
+        "demonstration/length": Mean(sum(len(s.rollout.response_T) for s in shown), len(shown)),
     }

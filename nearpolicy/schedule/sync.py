@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from nearpolicy.diagnostics.rollouts import rollout_metrics
 from nearpolicy.errors import DataError, EngineError
 from nearpolicy.metrics import Max, Mean, Metrics, Sum
 from nearpolicy.objective.advantages import group_advantages, overlong_penalty
+from nearpolicy.objective.position import relayed
 from nearpolicy.protocols import RolloutSource, ScoreItem, Verifier
 from nearpolicy.records import unpack
 from nearpolicy.rollout import Batch, Prompt, Scored, collate
@@ -32,6 +33,8 @@ class SyncOptions:
     max_tokens: int
     overlong_buffer: int | None
     mask_truncated: bool
+    mask_prefix: bool = False
+    """Leave the tokens of a relayed prefix out of the loss."""
 
 
 @dataclass(slots=True)
@@ -84,9 +87,7 @@ class SyncSchedule:
             self._collect(version)
         assert self._batch is not None
         batch = self._batch.rows(self._slices.pop(0))
-        sampled_BT = batch.response_mask_BT & (batch.position_BT >= batch.prefix_length_B[:, None])
-        ages = age(batch.version_BT.masked_fill(~sampled_BT, version).amin(1), version)
-        self._metrics |= {"stale/age_mean": Mean(ages.sum(), len(ages)), "stale/age_max": Max(ages.max())}
+        self._metrics |= _ages(batch, version)
         return batch
 
     def metrics(self) -> Metrics:
@@ -118,7 +119,9 @@ class SyncSchedule:
 
     def _collect(self, version: int) -> None:
         self.publish(version)
-        draw = self._draw(version)
+        draw = _Draw()
+        self._begin(version, draw)
+        self._draw(version, draw)
         tickets = self.ledger.take(self.options.prompts, version)
         scored = [s for t in tickets for s in self._waiting.pop(t)]
         batch, metrics = self._to_batch(scored)
@@ -128,6 +131,7 @@ class SyncSchedule:
         self.last_scored = scored
         self._metrics = {
             **rollout_metrics(draw.scored),
+            **self.source.metrics(),
             **metrics,
             "data/groups_rejected": Sum(draw.rejected),
             "data/redraws": Sum(draw.redraws),
@@ -137,9 +141,17 @@ class SyncSchedule:
             "time/logprob_s": Sum(time.perf_counter() - start),
         }
 
-    def _draw(self, version: int) -> _Draw:
+    def _begin(self, version: int, draw: _Draw) -> None:
+        """Tell the source of the new rollout batch; what it writes ahead is for the groups after those that are missing now."""
+        start, decoded = time.perf_counter(), self.source.tokens_decoded
+        needed = max(self.options.prompts - len(self.ledger.ready()) - len(self.ledger.open()), 0)
+        ticket, cursor = self.ledger.next_ticket + needed, self.cursor + needed
+        self.source.begin(version, lambda k: (ticket + k, self.prompt_at(cursor + k)))
+        self.tokens_sampled += self.source.tokens_decoded - decoded
+        draw.sample_s += time.perf_counter() - start
+
+    def _draw(self, version: int, draw: _Draw) -> None:
         """Fill the ledger with P ready groups."""
-        draw = _Draw()
         o = self.options
         while (missing := o.prompts - len(self.ledger.ready())) > 0:
             if draw.redraws > o.max_redraws:
@@ -154,7 +166,6 @@ class SyncSchedule:
             self._write(min(max(wanted, missing), o.prompts) - len(self.ledger.open()), draw)
             draw.redraws += 1
         draw.redraws = max(draw.redraws - 1, 0)
-        return draw
 
     def _write(self, count: int, draw: _Draw) -> None:
         """Admit prompts, write and score their groups, finish or reject them."""
@@ -164,15 +175,15 @@ class SyncSchedule:
         tickets = self.ledger.claim()
         entries = [self.ledger.entries[t] for t in tickets]
         prompts = [self.prompt_at(e.prompt) for e in entries]
-        start = time.perf_counter()
+        start, decoded = time.perf_counter(), self.source.tokens_decoded
         groups = self.source.write([(t, p, e.attempt) for t, p, e in zip(tickets, prompts, entries, strict=True)], self.options.group_size)
         middle = time.perf_counter()
         items = [ScoreItem.of(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
         scores = iter(self.verifier.score(items))
         draw.sample_s += middle - start
         draw.score_s += time.perf_counter() - middle
+        self.tokens_sampled += self.source.tokens_decoded - decoded
         for ticket, group in zip(tickets, groups, strict=True):
-            self.tokens_sampled += sum(r.num_sampled for r in group)
             scored = [Scored(rollout=r, score=next(scores)) for r in group]
             draw.scored += scored
             versions = [v for r in group if (v := r.oldest_version) is not None]
@@ -203,7 +214,23 @@ class SyncSchedule:
             "reward/no_signal_frac": Mean(float(adv.no_signal_groups), float(adv.num_groups)),
             "reward/floored_std": Sum(float(adv.floored_groups)),
         }
-        return collate(scored, advantage_B=adv.advantage_B, train_B=train), metrics
+        batch = collate(scored, advantage_B=adv.advantage_B, train_B=train)
+        if o.mask_prefix:
+            batch = replace(batch, mask_BT=batch.mask_BT & ~relayed(batch.response_mask_BT, batch.prefix_length_B))
+        return batch, metrics
+
+
+def _ages(batch: Batch, version: int) -> Metrics:
+    """Age of each response (its oldest token sampled for its request; demonstrations have none), and of relayed prefixes by token."""
+    prefix_BT = relayed(batch.response_mask_BT, batch.prefix_length_B)
+    own_BT = batch.response_mask_BT & ~prefix_BT
+    ages = age(batch.version_BT.masked_fill(~own_BT, version).amin(1), version)[~batch.off_policy_B]
+    out: Metrics = {"stale/age_mean": Mean(ages.sum(), len(ages))}
+    if len(ages):
+        out["stale/age_max"] = Max(ages.max())
+    if bool(prefix_BT.any()):
+        out["relay/prefix_age"] = Mean(age(batch.version_BT[prefix_BT], version).sum(), prefix_BT.sum())
+    return out
 
 
 def split_rows(num_rows: int, parts: int) -> list[list[int]]:

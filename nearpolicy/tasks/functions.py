@@ -188,43 +188,45 @@ def facts_of(function: RewardFunction) -> FunctionFacts:
     return FunctionFacts(needs_answer=bool(getattr(function, "needs_answer", False)), takes=takes, requires=requires)
 
 
-def load_function(path: str) -> RewardFunction:
+def load_function(path: str, what: str = "Reward function") -> RewardFunction:
     """The function at `package.module:function` or `path/to/file.py:function`.
 
     A file is run once a process; its folder joins the import path, as when it is run as a script.
 
+    Args:
+        what: names it in error messages.
     Raises:
         UsageError: it cannot be imported (whatever the import raised), is not there, or cannot be called.
     """
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
-        raise UsageError("Reward function", got=repr(path), expected="package.module:function or path/to/file.py:function", do="Name both parts.")
+        raise UsageError(what, got=repr(path), expected="package.module:function or path/to/file.py:function", do="Name both parts.")
     try:
-        module = _file_module(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = _file_module(Path(where), what) if where.endswith(".py") else importlib.import_module(where)
     except UsageError:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise UsageError(f"Reward function {path!r}", got=f"{type(error).__name__}: {error} while importing {where}",
+        raise UsageError(f"{what} {path!r}", got=f"{type(error).__name__}: {error} while importing {where}",
                          expected="a module that can be imported", do="Mend or install it, or correct the path.") from error  # fmt: skip
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
-            raise UsageError(f"Reward function {path!r}", got=f"no {attribute!r} in {where}", expected="a function defined there",
+            raise UsageError(f"{what} {path!r}", got=f"no {attribute!r} in {where}", expected="a function defined there",
                              do=nearest(attribute, known) if known else "It defines no function.")  # fmt: skip
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"Reward function {path!r}", got=f"a {type(found).__name__}", expected="something that can be called",
-                         do="Name a function with the signature (prompts, completions, **columns).")  # fmt: skip
+        raise UsageError(f"{what} {path!r}", got=f"a {type(found).__name__}", expected="something that can be called",
+                         do="Name a function.")  # fmt: skip
     return found
 
 
-def _file_module(path: Path) -> ModuleType:
+def _file_module(path: Path, what: str) -> ModuleType:
     file = path.expanduser().resolve()
     if not file.is_file():
-        raise UsageError("Reward function", got=f"{path}, which is no file", expected="a Python file", do="Correct the path.")
+        raise UsageError(what, got=f"{path}, which is no file", expected="a Python file", do="Correct the path.")
     name = f"_reward_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class TrainerState:
     """`Schedule.state_dict()`."""
     extra: dict[str, Any]
     """Alarms and clocks."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Files that never change once written and belong to the state (a seed bank), by name: taken along in `trainer/`, by a link where the disk
+    allows one."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -62,7 +65,9 @@ def save_checkpoint(checkpoints: Path, state: TrainerState, save_model: Callable
         save_file(_contiguous(state.optimizer), trainer / "optimizer.safetensors")
         save_file(_contiguous(state.master), trainer / "master.safetensors")
         save_file(_contiguous(arrays), trainer / "schedule.safetensors")
-        document = {"format": FORMAT, "step": state.step, "schedule": tree, "extra": state.extra}
+        for name, path in state.files.items():
+            _link(path, trainer / name)
+        document = {"format": FORMAT, "step": state.step, "schedule": tree, "extra": state.extra, "files": sorted(state.files)}
         (trainer / "state.json").write_text(json.dumps(document), encoding="utf-8")
         files = sorted(p for p in aside.rglob("*") if p.is_file())
         manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
@@ -103,7 +108,30 @@ def load_checkpoint(folder: Path) -> TrainerState:
         master=load_file(trainer / "master.safetensors"),
         schedule=join_arrays(document["schedule"], load_file(trainer / "schedule.safetensors")),
         extra=document["extra"],
+        files={name: trainer / name for name in document.get("files", [])},
     )
+
+
+def take_files(state: TrainerState, folder: Path) -> None:
+    """Put the files of a checkpoint's state back where the run keeps them.
+
+    Raises:
+        RunDirError: the folder cannot be written.
+    """
+    for name, path in state.files.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).unlink(missing_ok=True)
+            _link(path, folder / name)
+        except OSError as error:
+            raise disk_error(folder / name, error) from error
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
 
 
 def verify(folder: Path) -> None:

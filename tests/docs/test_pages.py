@@ -136,12 +136,12 @@ def test_internal_links_resolve(page):
 
 
 SECTIONS = "model|task|rollout|schedule|method|ratio|advantage|train|eval|checkpoint|log"
-METRICS = "reward|eval|response|policy|ratio|weight|correction|m2po|advantage|stale|data|time|train"
+METRICS = "reward|eval|response|policy|ratio|weight|correction|m2po|advantage|stale|relay|demonstration|data|time|train"
 
 
 def settings():
     options = {f"method.{name}" for row in METHODS.values() for name in row.all_options()}
-    return {*known_keys(), *options, "model.lora"}
+    return {*known_keys(), *options, "model.lora", "rollout.cut", "rollout.demonstrations"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
