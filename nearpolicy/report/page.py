@@ -16,6 +16,7 @@ from typing import Any
 
 from nearpolicy.report.charts import SECTIONS
 from nearpolicy.report.payload import payload
+from nearpolicy.report.positions import position_section, truncation_section
 from nearpolicy.report.read import Run
 from nearpolicy.report.summary import differences, duration, flatten, key_numbers, time_shares, verdict
 
@@ -35,11 +36,12 @@ def asset(name: str) -> str:
 def render(runs: Sequence[Run], scale: float = 1.0) -> str:
     """The page of these runs. `scale` in (0, 1] shrinks data, samples and texts when a page came out too large."""
     data = payload(runs, scale)
-    scripts = [_inline(asset("uPlot.iife.min.js")), _inline(asset("report.js"))]
+    scripts = [_inline(asset("uPlot.iife.min.js")), _inline(asset("positions.js")), _inline(asset("report.js"))]
     hashes = " ".join("'sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() + "'" for s in scripts)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [_header(runs), _notes(runs), _key_numbers(runs), _toolbar(runs)]
     body += [_section(name, [c for c in data["charts"] if c["section"] == name]) for name in SECTIONS]
+    body += [position_section(runs, [run["positions"] for run in data["runs"]]), truncation_section(runs, scale)]
     body += [_time(runs), _samples(data), _alarms(runs, scale), _more(data["more"]), _config(runs, scale)]
     return "\n".join((
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',

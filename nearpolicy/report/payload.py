@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nearpolicy.report.charts import CHARTS, Chart, leftovers
+from nearpolicy.report.positions import position_payload
 from nearpolicy.report.read import Column, Run
 from nearpolicy.report.samples import Sample
 
@@ -35,9 +36,10 @@ def payload(runs: Sequence[Run], scale: float) -> dict[str, Any]:
                 "alarms": [[a.step, a.alarm] for a in run.alarms[:500]],
                 **shared_columns({n: c for n, c in run.columns.items() if n in wanted}, points),
                 "histograms": {n: h for n, borders in grids.items() if (h := histogram(run, n, borders)) is not None},
+                "positions": position,
                 "samples": [trimmed(s, tokens, max(int(PROMPT_CHARACTERS * scale), 200)) for s in run.samples],
             }
-            for run in runs
+            for run, position in zip(runs, position_payload(runs, scale), strict=True)
         ],
         "charts": [described(c, runs) for c in charts],
         "more": [described(c, runs) for c in extra],

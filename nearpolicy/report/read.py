@@ -1,7 +1,8 @@
 """Reads one run directory into plain Python values. No torch, and nothing is written.
 
-Files: `metrics.jsonl` (needed), `run.toml`, `env.json`, `metrics_table.json`, `histogram_edges.json`, `rollouts/*.jsonl.gz` (all optional: a
-missing or broken one becomes a note on the page, because a report of half a run is worth more than none).
+Files: `metrics.jsonl` (needed), `run.toml`, `env.json`, `metrics_table.json`, `histogram_edges.json`, `position_edges.json`,
+`truncation_tokens.json`, `rollouts/*.jsonl.gz` (all optional: a missing or broken one becomes a note on the page, because a report of half a
+run is worth more than none).
 
 A row of `metrics.jsonl` is `{"step", "kind", "time", name: value, ...}`. `step` counts optimizer updates, `time` is in seconds since the
 start, `kind` is `train`, `eval`, `alarm` (`alarm`, `message`) or `event` (`event`, `message`). The events that matter here are `finished`,
@@ -25,6 +26,9 @@ ENDED = ("finished", "interrupted", "failed")
 """Events that end a run."""
 UNENDED = "no end recorded"
 """Status of a run without one: it is still running, or was killed."""
+
+MOST_BINS = 100
+"""Longest list that is read as values by position."""
 
 Counts = np.ndarray[Any, np.dtype[np.float64]]
 """Histogram counts of one step, float64 [bins]."""
@@ -85,6 +89,12 @@ class Run:
     samples: list[Sample]
     notes: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+    tables: dict[str, list[tuple[int, list[float | None]]]] = field(default_factory=dict)
+    """`position/quantity/axis` -> (step, value of each bin) in order of steps."""
+    position_edges: dict[str, list[float]] = field(default_factory=dict)
+    """Axis -> inner borders of its bins."""
+    truncation: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Cut strategy -> `{"responses", "uncut", "finished", "last_kept", "first_new"}`, the last two as (text, token id, count)."""
 
     def spec(self, name: str) -> Spec:
         """Meaning of a metric; a derived name (`x/p50`, `x/low`) takes that of `x`."""
@@ -131,7 +141,7 @@ def read_run(path: Path, *, name: str | None = None) -> Run:
         seconds=rows.seconds,
         columns={key: Column(*map(list, zip(*sorted(values.items()), strict=True))) for key, values in rows.values.items()},
         histograms={key: [(step, values[step]) for step in sorted(values)] for key, values in rows.histograms.items()},
-        edges={str(k): v for k, v in edges.items() if isinstance(v, list)} if isinstance(edges, dict) else {},
+        edges=_edges(edges),
         specs=_specs(table),
         alarms=sorted(rows.alarms),
         config=_toml(config_text, notes),
@@ -139,6 +149,9 @@ def read_run(path: Path, *, name: str | None = None) -> Run:
         environment=environment if isinstance(environment, dict) else {},
         samples=read_samples(path / "rollouts", notes),
         notes=notes,
+        tables={key: [(step, values[step]) for step in sorted(values)] for key, values in rows.tables.items()},
+        position_edges=_edges(_json_file(path / "position_edges.json", notes, optional=True)),
+        truncation=_truncation(_json_file(path / "truncation_tokens.json", notes, optional=True)),
     )
 
 
@@ -148,6 +161,7 @@ class _Rows:
     def __init__(self) -> None:
         self.values: dict[str, dict[int, float | None]] = {}
         self.histograms: dict[str, dict[int, Counts]] = {}
+        self.tables: dict[str, dict[int, list[float | None]]] = {}
         self.alarms: set[Alarm] = set()
         self.status, self.status_message = UNENDED, ""
         self.steps, self.seconds, self._last = 0, 0.0, 0.0
@@ -172,6 +186,8 @@ class _Rows:
         if isinstance(value, list):
             if name.endswith("/hist") and (counts := _counts(value)) is not None:
                 self.histograms.setdefault(name.removesuffix("/hist"), {})[step] = counts
+            elif name.startswith("position/") and len(value) <= MOST_BINS and all(v is None or _is_number(v) for v in value):
+                self.tables.setdefault(name, {})[step] = value
         elif value is None or _is_number(value):
             self.values.setdefault(name, {})[step] = float(value) if _is_number(value) else None
 
@@ -180,6 +196,23 @@ class _Rows:
             # A clock that jumped back was restarted by a resume: its time counts from zero again.
             self.seconds += time - self._last if time >= self._last else time
             self._last = time
+
+
+def _edges(document: Any) -> dict[str, list[float]]:
+    """Lists of numbers by name; what is none is left out."""
+    return {str(k): v for k, v in document.items() if isinstance(v, list)} if isinstance(document, dict) else {}
+
+
+def _truncation(document: Any) -> dict[str, dict[str, Any]]:
+    """Counts of the tokens at the cuts by strategy; strategies that are not whole are left out."""
+    out: dict[str, dict[str, Any]] = {}
+    for strategy, own in document.items() if isinstance(document, dict) else ():
+        try:
+            sides = {s: [(str(text), int(token), int(count)) for text, token, count in own[s]] for s in ("last_kept", "first_new")}
+            out[str(strategy)] = {**{name: int(own[name]) for name in ("responses", "uncut", "finished")}, **sides}
+        except (KeyError, TypeError, ValueError):
+            continue
+    return out
 
 
 def _counts(value: list[Any]) -> Counts | None:

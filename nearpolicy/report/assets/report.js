@@ -264,9 +264,12 @@
   const render = (chart) => {
     try { KINDS[chart.kind](boxes.get(chart.id), chart); return 1; } catch (error) { note(chart.id + ": " + error.message); return 0; }
   };
+  const kit = { runs, shown, make, colour, faded, figure, axes, draw, note, rangeNum: (a, b) => uPlot.rangeNum(a, b, 0.08, true), again: () => renderAll() };
+  const renderPositions = window.positionFigures(kit);
   function renderAll() {
     live.forEach(({ chart }) => chart.destroy());
     live = [];
+    root.dataset.positions = renderPositions();
     let count = DATA.charts.map(render).reduce((a, b) => a + b, 0);
     const more = document.getElementById("more");
     if (more && more.open) count += DATA.more.map(render).reduce((a, b) => a + b, 0);
@@ -286,6 +289,18 @@
     return range[0] === range[1] ? "" : "rgba(var(--cold)," + (0.1 + 0.5 * (1 - (value - range[0]) / (range[1] - range[0]))).toFixed(3) + ")";
   };
 
+  // Where a relayed response was cut: everything before was kept from an earlier policy's response.
+  const versionsOf = (s, from, to) => {
+    const own = Array.isArray(s.version) ? s.version.filter((_, i) => { const p = i >= s.head ? i + s.length - s.tokens.length : i; return p >= from && p < to; }) : [s.version];
+    const numbers = own.filter((v) => v !== null && v >= 0), low = Math.min(...numbers), high = Math.max(...numbers);
+    return numbers.length ? (low === high ? "version " + low : "versions " + low + "–" + high) : "version unknown";
+  };
+  function boundary(s) {
+    const mark = make("span", "cut", "▸");
+    mark.title = "relayed here: " + s.prefix_length + " tokens kept (" + versionsOf(s, 0, s.prefix_length) + "), " + (s.length - s.prefix_length) + " written anew (" + versionsOf(s, s.prefix_length, s.length) + ")";
+    return mark;
+  }
+
   function sampleCard(s, by) {
     const card = make("article", "sample"), head = make("h3", "", "Step " + s.step.toLocaleString("en")), list = make("dl");
     head.append(make("span", "why", s.why));
@@ -297,7 +312,9 @@
     if (s.version !== null) { const d = make("div"); d.append(make("dt", "", "version"), make("dd", "", range[0] === range[1] ? range[0] : range[0] + "–" + range[1])); list.append(d); }
     s.tokens.forEach((token, i) => {
       if (tail && i === s.head) body.append(make("span", "gap", " [… " + tail + " tokens left out …] "));
-      const position = i >= s.head ? i + tail : i, e = make("span", "tok" + (position < s.prefix_length ? " prefix" : ""));
+      const position = i >= s.head ? i + tail : i;
+      if (s.prefix_length && position >= s.prefix_length && !body.querySelector(".cut")) body.append(boundary(s));
+      const e = make("span", "tok" + (position < s.prefix_length ? " prefix" : ""));
       token.split(/(\n)/).forEach((part) => { if (part === "\n") e.append(make("span", "ws", "⏎"), "\n"); else e.append(part); });
       const value = valueAt(s[by], i);
       e.style.background = tint(by, value, range);
@@ -306,7 +323,9 @@
         + "\nweight " + figure(valueAt(s.weight, i)) + "\nversion " + figure(valueAt(s.version, i));
       body.append(e);
     });
-    card.append(head, list, make("pre", "prompt", s.prompt), body);
+    if (s.prefix_length && !body.querySelector(".cut")) body.append(boundary(s));
+    const parts = s.prefix_length ? [make("p", "relay", body.querySelector(".cut").title)] : [];
+    card.append(head, list, ...parts, make("pre", "prompt", s.prompt), body);
     return card;
   }
 
@@ -319,7 +338,7 @@
     scale.replaceChildren(...steps.map((v) => { const e = make("span", "", String(v)); e.style.background = tint(by, v, [0, 1]); return e; }));
     if (by === "version") scale.append("darker: older policy");
     if (by === "weight" && run.samples.every((s) => s.weight === null)) scale.replaceChildren("no token weights were recorded");
-    if (run.samples.some((s) => s.prefix_length)) { const e = make("span", "tok prefix", "underlined"); scale.append(e, "written by an earlier policy (prefix)"); }
+    if (run.samples.some((s) => s.prefix_length)) { const e = make("span", "tok prefix", "underlined"); scale.append(e, "written by an earlier policy (prefix)", make("span", "cut", "▸"), "relayed here"); }
     root.dataset.samples = run.samples.length;
   }
   const tip = document.getElementById("tip");
