@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train test lint docs smollm2 train-smollm2 test-smollm2 bench bench-trl-env bench-vllm-env clean
+.PHONY: train test lint docs experiments-quick smollm2 train-smollm2 test-smollm2 bench bench-trl-env bench-vllm-env clean
 
 train: $(VENV)/.installed
 	$(BIN)/nearpolicy train $(ARGS)
@@ -33,6 +33,10 @@ train-smollm2: smollm2
 
 test-smollm2: $(VENV)/.installed-test smollm2
 	NEARPOLICY_SMOLLM2=1 $(BIN)/python -m pytest tests/test_smollm2.py $(ARGS)
+
+# A few minutes of the staleness experiment: six runs, tables, figures and a report in runs/staleness-quick.
+experiments-quick: $(VENV)/.installed
+	$(BIN)/nearpolicy sweep experiments/staleness/quick.toml $(ARGS)
 
 bench: $(VENV)/.installed-test smollm2
 	$(BIN)/python -m bench.run $(ARGS)

@@ -195,6 +195,27 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 
 
 @cli.command()
+@click.argument("experiment", type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Runs at the same time, one torch thread each (default: the usable cores).")
+@click.option("--resume", is_flag=True, help="Go on: finished runs stay, interrupted ones go on, failed ones are tried again.")
+@click.option("--out", type=click.Path(path_type=Path), help="The sweep's directory (default: runs/<experiment>).")
+@click.option("--results", type=click.Path(path_type=Path), help="Where tables and figures go (default: results in the sweep's directory).")
+@click.option("--yes", is_flag=True, help="Start a grid of more than 10,000 cells.")
+@click.option("--plan", "plan_only", is_flag=True, help="Print the runs and start nothing.")
+@_guard
+def sweep(experiment: Path, plan_only: bool, yes: bool, **options: Any) -> None:
+    """Run a grid of settings and seeds, and compare its cells with intervals."""
+    from nearpolicy.sweep import run
+    from nearpolicy.sweep.experiment import make_plan, read_experiment
+
+    if plan_only:
+        click.echo(run.listing(make_plan(read_experiment(experiment), where=experiment.parent, many=yes)))
+        return
+    page = run.sweep(experiment, many=yes, say=click.echo, **options)
+    click.echo(f"results: {page}")
+
+
+@cli.command()
 @click.argument("name", required=False)
 @_guard
 def methods(name: str | None) -> None:

@@ -12,6 +12,7 @@ from nearpolicy import layers
 from nearpolicy.cli import cli
 from nearpolicy.metrics import QUANTILES, TABLE
 from nearpolicy.suites import Benchmark
+from nearpolicy.sweep import experiment
 from nearpolicy.trainer.alarms import BANDS
 from pydantic import BaseModel
 
@@ -58,6 +59,11 @@ def configuration_page() -> str:
     lines += _table(configuration.Demonstrations, "rollout.demonstrations.")
     lines += ["", "## `[[task.rewards]]`", "", _doc(configuration.Reward), "", *_table(configuration.Reward, "")]
     lines += ["", "## `[[benchmark]]` of a suite file", "", _doc(Benchmark), "", *_table(Benchmark, "")]
+    lines += ["", "## Experiment file of a sweep", "", _doc(experiment.Experiment), "", *_table(experiment.Experiment, "", sections=False)]
+    for title, model in (("[[axis]]", experiment.Axis), ("a value of an axis that sets several keys", experiment.AxisValue),
+                         ("[[warm_start]]", experiment.WarmStart), ("[compare]", experiment.Compare), ("[figures]", experiment.Figures)):  # fmt: skip
+        name = f"`{title}`" if title.startswith("[") else title
+        lines += ["", f"### Experiment file: {name}", "", _doc(model), "", *_table(model, "")]
     return "\n".join(lines) + "\n"
 
 
@@ -103,7 +109,7 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} numbers"
     if origin is dict:
         return "table"
-    names = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "none"}
+    names = {Any: "anything", bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "none"}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     return names[annotation]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearpolicy.errors import UsageError
+from nearpolicy.report.cells import HISTOGRAM_CELLS, Cell, together
 from nearpolicy.report.page import render
 from nearpolicy.report.read import Run, read_run
 
-__all__ = ["MAX_BYTES", "Run", "read_run", "write_report"]
+__all__ = ["MAX_BYTES", "Cell", "Run", "read_run", "write_cells_report", "write_report"]
 
 MAX_BYTES = 3_000_000
 """Upper bound of the page's size."""
@@ -32,7 +33,23 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     paths = list({Path(p).resolve(): Path(p) for p in run_dirs}.values())
     if not paths:
         raise UsageError("report", got="no run directory", expected="at least one", do="Name the directory given to `nearpolicy train --out`.")
-    runs = [read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
+    return _page([read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)], out)
+
+
+def write_cells_report(cells: Sequence[Cell], out: Path) -> Path:
+    """Write the report of a sweep: each cell as one line, the mean over its seeds with a band. As `write_report` otherwise.
+
+    Args:
+        cells: name, runs and bands of each; cells beyond the first eight are switched on by their name in the legend.
+    Raises:
+        UsageError: no cell, or a path that cannot be written.
+    """
+    if not cells:
+        raise UsageError("report", got="no cell with a finished run", expected="at least one", do="Wait for the first run.")
+    return _page([together(cell, histograms=len(cells) <= HISTOGRAM_CELLS) for cell in cells], out)
+
+
+def _page(runs: Sequence[Run], out: Path) -> Path:
     page = b""
     for scale in _SCALES:
         # A lone surrogate, which JSON allows and UTF-8 does not, becomes a question mark: Chromium dies on saving a page that holds one.

@@ -100,10 +100,17 @@ TIME_PARTS = (
 def leftovers(names: Iterable[str]) -> list[Chart]:
     """One plain chart for each column that no named chart draws; quantile columns of one metric share a chart."""
     shown = {m for chart in CHARTS for m in chart.metrics}
-    rest = sorted(n for n in set(names) if n not in shown and not (n.startswith("eval/pass@") and _is_k(n)))
+    known = set(names)
+    rest = sorted(n for n in known if n not in shown and not (n.startswith("eval/pass@") and _is_k(n)) and not _is_end(n, known))
     spread = {n.rpartition("/")[0] for n in rest if n.endswith("/p50") and n.removesuffix("p50") + "p01" in rest}
     charts = [Chart(f"more:{n}", "more", n, (Line(n),), kind="quantiles") for n in sorted(spread)]
     return charts + [Chart(f"more:{n}", "more", n, (Line(n),)) for n in rest if n.rpartition("/")[0] not in spread]
+
+
+def _is_end(name: str, known: set[str]) -> bool:
+    """An end of the band of another column, drawn with it."""
+    base, _, end = name.rpartition("/")
+    return end in ("low", "high") and base in known
 
 
 def _is_k(name: str) -> bool:

@@ -24,6 +24,8 @@ CONFIG_CHARACTERS = 40_000
 """Most characters of a run's configuration and of its environment, at scale 1."""
 ALARMS = 200
 """Most alarms listed, at scale 1."""
+SHOWN = 8
+"""Runs drawn at first, one for each colour; report.js knows the same number."""
 ARROWS = {"up": ("↑", "more is better"), "down": ("↓", "less is better"), "band": ("↕", "should leave neither side")}
 """Sign and meaning of a metric's direction."""
 
@@ -114,7 +116,8 @@ def _key_numbers(runs: Sequence[Run]) -> str:
 
 def _toolbar(runs: Sequence[Run]) -> str:
     legend = "".join(
-        f'<button type="button" class="run" data-run="{i}" aria-pressed="true">{_swatch(i)}{escape(run.name)}</button>' for i, run in enumerate(runs)
+        f'<button type="button" class="run" data-run="{i}" aria-pressed="{"true" if i < SHOWN else "false"}">{_swatch(i)}{escape(run.name)}</button>'
+        for i, run in enumerate(runs)
     )
     return (
         f'<nav class="toolbar" aria-label="Charts"><div class="legend">{legend if len(runs) > 1 else ""}</div>'

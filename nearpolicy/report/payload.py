@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ PROMPT_CHARACTERS, MORE_CHARTS = 4_000, 120
 
 def payload(runs: Sequence[Run], scale: float) -> dict[str, Any]:
     """Everything the script reads. `scale` in (0, 1] shrinks the budgets when a page came out too large."""
-    extra = leftovers(n for run in runs for n in run.columns)[: max(int(MORE_CHARTS * scale), 1)]
-    charts = [c for c in CHARTS if present(c, runs)]
+    extra = [banded(c, runs) for c in leftovers(n for run in runs for n in run.columns)[: max(int(MORE_CHARTS * scale), 1)]]
+    charts = [banded(c, runs) for c in CHARTS if present(c, runs)]
     wanted = {m for c in (*charts, *extra) for m in c.metrics} | {n for run in runs for n in run.columns if n.startswith("eval/pass@")}
     columns = sum(len(wanted & run.columns.keys()) for run in runs)
     points = max(int(POINTS * scale / max(columns, 1)), 20)
@@ -54,6 +55,16 @@ def present(chart: Chart, runs: Sequence[Run]) -> bool:
         return any(len(pass_at_k(run)) > 1 for run in runs)
     wanted = [f"{line.metric}/p50" if chart.kind == "quantiles" else line.metric for line in chart.lines]
     return any(run.columns[m].finite for run in runs for m in wanted if m in run.columns)
+
+
+def banded(chart: Chart, runs: Sequence[Run]) -> Chart:
+    """The chart with a band for each line whose metric has `/low` and `/high` columns in some run."""
+    if chart.kind != "lines":
+        return chart
+    names = {n for run in runs for n in run.columns}
+    lines = [replace(x, low=f"{x.metric}/low", high=f"{x.metric}/high") if {f"{x.metric}/low", f"{x.metric}/high"} <= names else x
+             for x in chart.lines]  # fmt: skip
+    return replace(chart, lines=tuple(lines))
 
 
 def described(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from nearpolicy.describe import describe
 from nearpolicy.layers import recipe_names, resolve
 from nearpolicy.metrics import QUANTILES, TABLE
 from nearpolicy.suites import Benchmark, find_suite
+from nearpolicy.sweep.experiment import Experiment, make_plan
 
 SMALL = ["train.steps=2", "schedule.updates_per_rollout=2", "rollout.prompts=2", "rollout.group_size=2", "task.heldout=4", "device=cpu"]
 
@@ -101,6 +102,8 @@ def test_commands_are_known_and_their_settings_act(where, line, files):
     if "parts" in values:
         config = build.config_for(values["parts"])
         refuse(config, build_method(config))
+    if words[1] == "sweep":
+        assert (ROOT / values["experiment"]).is_file() or values["experiment"].is_file(), line
     if values.get("suite") and values["suite"].suffix != ".toml":
         assert find_suite(values["suite"]).exists()
 
@@ -116,6 +119,9 @@ def test_toml_blocks_are_settings_or_suites(block):
     if "benchmark" in tree:
         for row in tree["benchmark"]:
             Benchmark.model_validate(row)
+        return
+    if "axis" in tree:
+        assert make_plan(Experiment.model_validate(tree | {"name": "page"})).runs
         return
     config = resolve([tree])
     refuse(config, build_method(config))
