@@ -15,20 +15,24 @@ from typing import Any
 import torch
 
 from nearpolicy.build_source import build_source
+from nearpolicy.build_teacher import build_teacher, compare_all, full_signal, route_of, scores
 from nearpolicy.check import build_method, describe_config, model_size, refuse
+from nearpolicy.check_teacher import build_mixture, needed, reads_reference, scoring_models
 from nearpolicy.config import Config, RelayRollout
 from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import is_override, layers, read_toml, resolve, to_tree
-from nearpolicy.methods import Method
+from nearpolicy.methods import METHODS, Method
 from nearpolicy.metrics import HISTOGRAMS
 from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model, load_tokenizer
-from nearpolicy.protocols import RolloutSource, SamplingParams
+from nearpolicy.policy.teacher import load_scorer
+from nearpolicy.protocols import RolloutSource, SamplingParams, Teacher, Verifier
 from nearpolicy.rollout import Batch, Prompt
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.schedule.sync import SyncOptions, SyncSchedule
 from nearpolicy.sources.demonstrations import DemonstrationSource
 from nearpolicy.tasks.arithmetic import ArithmeticTask
 from nearpolicy.tasks.functions import Reward, RewardSpec
+from nearpolicy.tasks.optional import OptionalAnswers
 from nearpolicy.tasks.order import PromptOrder
 from nearpolicy.tasks.pool import RewardPool
 from nearpolicy.tasks.reasoning_gym import GymTask
@@ -40,13 +44,15 @@ from nearpolicy.trainer.loop import LoopOptions, Trainer
 from nearpolicy.trainer.loop import train as run_loop
 from nearpolicy.trainer.progress import Progress
 from nearpolicy.trainer.rundir import RunDir
-from nearpolicy.trainer.step import StepOptions, Stepper, learning_rate, score_all
+from nearpolicy.trainer.step import StepOptions, Stepper, learning_rate, score_trained
 from nearpolicy.trainer.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 
 Say = Callable[[str], None]
 SEEDS = "seeds"
 """Folder of a run directory in which the seed bank of a relay lies."""
-TINY = Path(__file__).parent / "tasks" / "data" / "tiny"
+DATA = Path(__file__).parent / "tasks" / "data"
+SHIPPED = {"tiny": DATA / "tiny", "tiny-teacher": DATA / "tiny_teacher"}
+TINY = SHIPPED["tiny"]
 SMALL_MODEL = 2_000_000
 """Models with fewer parameters gain from a second CPU thread (1.4x on the tiny default) and lose with more."""
 
@@ -67,9 +73,9 @@ def config_for(parts: Sequence[str], run: Path | str | None = None) -> Config:
 
 
 def model_folder(path: str) -> Path:
-    """Where the weights lie: `tiny` ships, `smollm2` is converted once, anything else is a folder."""
-    if path == "tiny":
-        return TINY
+    """Where the weights lie: `tiny` and `tiny-teacher` ship, `smollm2` is converted once, anything else is a folder."""
+    if path in SHIPPED:
+        return SHIPPED[path]
     if path == "smollm2":
         from nearpolicy.policy.smollm2 import convert_smollm2
 
@@ -89,8 +95,15 @@ def build_task(config: Config) -> tuple[Task, RewardSpec]:
         task = GymTask(t.name, t.options, seed=config.seed, heldout=max(t.heldout, 1), verifier=t.verifier)
     else:
         columns = Columns(prompt=t.prompt_column, answer=t.answer_column)
-        task = FileTask(t.path, heldout_path=t.heldout_path, heldout=t.heldout, columns=columns, reward=spec, split=(t.split, t.split), seed=0)
+        task = FileTask(t.path, heldout_path=t.heldout_path, heldout=t.heldout, columns=columns, reward=spec, split=(t.split, t.split), seed=0,
+                        answers=not answers_optional(config))  # fmt: skip
     return task, spec or task.reward
+
+
+def answers_optional(config: Config) -> bool:
+    """True for methods that need no reward, with the data's own one: rows without an answer are then trained on unscored."""
+    row = METHODS.get(config.method.name)
+    return row is not None and row.signal is not None and config.task.kind == "rows" and not config.task.rewards
 
 
 class Prompts:
@@ -179,7 +192,7 @@ class Parts:
     tokenizer: Any
     policy: HFPolicy
     sampler: TorchSampler
-    pool: RewardPool
+    pool: Verifier
     prompts: Prompts
     params: SamplingParams
 
@@ -222,7 +235,8 @@ def assemble(config: Config, folder: Path, say: Say) -> Iterator[Parts]:
             max_tokens=r.max_tokens, temperature=r.temperature, eos_ids=eos_ids(model, tokenizer), stop_strings=r.stop_strings, seed=config.seed,
             entropy=config.log.behavior_entropy,
         )  # fmt: skip
-        yield Parts(config, task, model, tokenizer, policy, sampler, pool, prompts, params)
+        verifier = OptionalAnswers(pool) if answers_optional(config) else pool
+        yield Parts(config, task, model, tokenizer, policy, sampler, verifier, prompts, params)
 
 
 def _sampler(config: Config, folder: Path, model: Any, tokenizer: Any, policy: HFPolicy) -> TorchSampler:
@@ -246,7 +260,9 @@ def rollout_source(parts: Parts, run: Path) -> RolloutSource:
     return source
 
 
-def build_schedule(parts: Parts, chosen: Method, source: RolloutSource, reference: HFPolicy | None) -> SyncSchedule:
+def build_schedule(
+    parts: Parts, chosen: Method, source: RolloutSource, *, reference: HFPolicy | None = None, teacher: Teacher | None = None
+) -> SyncSchedule:  # fmt: skip
     """Sync schedule on this source."""
     c, r = parts.config, parts.config.rollout
     normalize = c.advantage.normalize_std if c.advantage.normalize_std is not None else chosen.normalize_std
@@ -254,19 +270,21 @@ def build_schedule(parts: Parts, chosen: Method, source: RolloutSource, referenc
         prompts=r.prompts, group_size=r.group_size, updates_per_rollout=c.schedule.updates_per_rollout, baseline=c.advantage.baseline,
         normalize_std=normalize, dynamic_sampling=r.dynamic_sampling, max_redraws=r.max_redraws, max_tokens=r.max_tokens,
         overlong_buffer=r.overlong_buffer, mask_truncated=r.mask_truncated,
-        mask_prefix=isinstance(r, RelayRollout) and r.prefix_tokens == "mask",
+        mask_prefix=isinstance(r, RelayRollout) and r.prefix_tokens == "mask", needs_reward=chosen.needs_advantage,
     )  # fmt: skip
-    proximal = "logp_proximal" in chosen.needs
+    proximal = "logp_proximal" in needed(chosen, build_mixture(c))
 
     def annotate(batch: Batch) -> Batch:
         columns: dict[str, Any] = {}
         if proximal:
-            columns["logp_proximal_BT"] = score_all(parts.policy, batch).to(batch.token_BT.device)
+            columns["logp_proximal_BT"] = score_trained(parts.policy, batch).to(batch.token_BT.device)
         if reference is not None:
-            columns["logp_reference_BT"] = score_all(reference, batch).to(batch.token_BT.device)
+            columns["logp_reference_BT"] = score_trained(reference, batch).to(batch.token_BT.device)
         return dataclasses.replace(batch, **columns)
 
-    return SyncSchedule(options, source=source, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, annotate=annotate)
+    return SyncSchedule(
+        options, source=source, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, annotate=annotate, teach=scores(teacher)
+    )
 
 
 def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, resume: TrainerState | None, again: bool) -> Trainer:
@@ -280,8 +298,10 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSour
     fused = parts.policy.device.type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(parameters, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=fused)
     names = {id(p): n for n, p in parts.model.named_parameters()}
-    reference = _reference(parts) if t.kl_coefficient else None
-    schedule = build_schedule(parts, chosen, source, reference)
+    mixture = build_mixture(c)
+    teacher = build_teacher(c, parts.policy, parts.prompts.known() if c.task.kind == "rows" else [], folder=model_folder, say=print)
+    reference = _reference(parts) if reads_reference(c, chosen, mixture) else None
+    schedule = build_schedule(parts, chosen, source, reference=reference, teacher=teacher)
     master = c.model.lora is not None
     start = resume.step if resume else 0
     if resume:
@@ -300,8 +320,10 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSour
 
     stepper = Stepper(
         parts.policy, chosen, optimizer,
-        StepOptions(grad_clip=t.grad_clip, kl_coefficient=t.kl_coefficient, kl_estimator=t.kl_estimator, entropy_coefficient=t.entropy_coefficient),
+        StepOptions(grad_clip=t.grad_clip, kl_coefficient=t.kl_coefficient, kl_estimator=t.kl_estimator, entropy_coefficient=t.entropy_coefficient,
+                    steps=t.steps),
         lambda step: learning_rate(step, peak=t.lr, steps=t.steps, warmup=t.warmup, decay=t.decay, floor=t.min_lr),
+        mixture=mixture, full=full_signal(c, teacher),
     )  # fmt: skip
     trainer = Trainer(
         options=LoopOptions(
@@ -324,11 +346,10 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSour
 
 
 def _reference(parts: Parts) -> HFPolicy:
-    """A frozen copy of the initial model. On a resume the initial weights are read again from model.path."""
+    """The model of reference.path, or a frozen copy of the initial one. On a resume the initial weights are read again from model.path."""
     c = parts.config
-    model, tokenizer = load_model(model_folder(c.model.path), device=c.device)
-    model.requires_grad_(False)
-    return HFPolicy(model, tokenizer=tokenizer, dtype=c.model.dtype, token_budget=c.train.token_budget, shared_prompts=c.model.shared_prompts)
+    folder = model_folder(c.reference.path or c.model.path)
+    return load_scorer(folder, device=c.device, dtype=None, student=parts.policy, token_budget=c.train.token_budget, name="reference")
 
 
 def _trackers(config: Config, run: RunDir, resume_at: int | None) -> list[Tracker]:
@@ -357,8 +378,9 @@ def train(config: Config, out: Path | str, *, resume: bool = False, report: bool
         say(f"warning: {warning}")
     check_device(config.device)
     path = Path(out)
-    run, state = RunDir.open(path, config) if resume else None, None
     folder = model_folder(config.model.path)
+    compare_all(config, chosen, folder, model_folder)
+    run, state = RunDir.open(path, config) if resume else None, None
     try:
         if run is not None:
             checkpoint = newest(run.checkpoints, say)
@@ -430,7 +452,15 @@ def check(config: Config) -> str:
     if path == "smollm2":  # converting it is the business of a run
         return describe_config(config, chosen, None)
     folder = model_folder(path)
+    compare_all(config, chosen, folder, model_folder)
     tokenizer, size = load_tokenizer(folder), model_size(folder)
     said: list[str] = []
-    Prompts(task, tokenizer, config, said.append).at(0)
+    prompts = Prompts(task, tokenizer, config, said.append)
+    prompts.at(0)
+    for key, scorer in scoring_models(config).items():
+        assert scorer.path is not None, "refused before"
+        where = f"on {scorer.server}" if scorer.server else f"{4 * model_size(model_folder(scorer.path)).parameters / 2**30:.2f} GiB in float32"
+        said.append(f"{key}: {scorer.path}, {where}")
+    if config.teacher is not None and config.teacher.column is not None:
+        route_of(config, prompts.known())
     return "\n".join([describe_config(config, chosen, size), *(f"# {text}" for text in said)])

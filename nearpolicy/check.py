@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearpolicy.check_teacher import build_mixture, reads_reference, refuse_teacher
 from nearpolicy.config import MOST_RESPONSES, Config, LengthRatioCut, RelayRollout, Rollout
 from nearpolicy.errors import UsageError
 from nearpolicy.layers import to_toml, to_tree
@@ -63,13 +64,11 @@ def refuse(config: Config, chosen: Method) -> list[str]:
                          do="Lower it.")  # fmt: skip
     if rollout.dynamic_sampling and not chosen.needs_advantage:
         raise UsageError("rollout.dynamic_sampling", got=f"true with {chosen.name}", expected="a method that trains on rewards", do="Switch it off.")
-    if "logp_teacher" in chosen.needs:
-        raise UsageError("method.name", got=f"{chosen.name}, which needs a teacher's log-probs", expected="a method trained from rewards",
-                         do="Training from a teacher is not part of this version; `nearpolicy.policy_loss` has the row.")  # fmt: skip
+    teacher_warnings = refuse_teacher(config, chosen, build_mixture(config))
     if train.warmup >= train.steps:
         raise UsageError("train.warmup", got=train.warmup, expected=f"less than train.steps = {train.steps}", do="Lower it.")
-    warnings = []
-    if parts == 1 and chosen.options["denominator"] == "behavior" and chosen.name not in IMPORTANCE_FREE:
+    warnings = teacher_warnings
+    if parts == 1 and chosen.options["denominator"] == "behavior" and chosen.name not in IMPORTANCE_FREE and chosen.needs_advantage:
         warnings.append(f"updates_per_rollout = 1: every ratio is 1 up to rounding, so {chosen.name}'s weight cannot act")
     if chosen.parts.kernel.demonstration is not None and rollout.demonstrations is None:
         warnings.append(f"no rollout.demonstrations: {chosen.name} then is the clipped ratio alone")
@@ -176,7 +175,7 @@ def _memory(config: Config, size: Size) -> dict[str, str]:
     trained = size.parameters if lora is None else min(size.parameters, 7 * 2 * size.layers * lora.rank * max(size.hidden, 1))
     weights = 4 * size.parameters
     state = 12 * trained  # gradient and two Adam moments
-    reference = weights if config.train.kl_coefficient else 0
+    reference = weights if reads_reference(config, build_method(config), build_mixture(config)) else 0
     rows, row_tokens = r.prompts * r.group_size, r.max_tokens + min(config.task.max_prompt_tokens, TYPICAL_PROMPT)
     cache = size.kv_bytes_per_token * min(r.max_rows, rows) * row_tokens
     rollouts = rows * (ROLLOUT_BYTES + ROLLOUT_TOKEN_BYTES * r.max_tokens)

@@ -62,7 +62,7 @@ class Model(_Section):
     """What is trained."""
 
     path: str = "tiny"
-    """A Hugging Face folder, or `tiny` (shipped), or `smollm2` (extra; converted once into the user's cache)."""
+    """A Hugging Face folder, or `tiny` or `tiny-teacher` (shipped), or `smollm2` (extra; converted once into the user's cache)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. Master weights are float32. `auto` takes bfloat16 only where the hardware is faster at it."""
     gradient_checkpointing: Flag = False
@@ -270,7 +270,7 @@ class RelayRollout(Rollout):
     prefix_tokens: Literal["train", "mask"] = "train"
     """`train` weighs prefix tokens by the ratio to the policy that wrote them; `mask` leaves them out of the loss."""
     reserve: Real = Field(0.25, ge=0, le=100)
-    """Groups stored beyond those needed, as a share of them, for groups that dynamic sampling rejects; what goes beyond is written fresh."""
+    """Groups stored besides, as a share of the cycle's groups, to replace those that dynamic sampling rejects; what goes beyond is written fresh."""
     bank_limit: Whole = Field(4096, ge=1, le=2**40)
     """Largest seed bank on disk, MiB; a cycle that could need more is refused before the run."""
 
@@ -288,8 +288,10 @@ class RelayRollout(Rollout):
     @property
     def stored_groups(self) -> int:
         """Groups in the seed bank of a cycle: those of batches 2 to T, and a reserve where groups can be rejected."""
-        needed = (self.refresh - 1) * self.prompts
-        return needed + (math.ceil(self.reserve * needed) if self.dynamic_sampling else 0)
+        if self.refresh == 1:
+            return 0
+        reserve = math.ceil(self.reserve * self.refresh * self.prompts) if self.dynamic_sampling else 0
+        return (self.refresh - 1) * self.prompts + reserve
 
     @property
     def stored_responses(self) -> int:
@@ -311,6 +313,66 @@ class Method(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
     name: str = "vespo"
     """Name of the row."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options given ("none" is None); defaults live in the row."""
+        return {k: _none(v) for k, v in (self.__pydantic_extra__ or {}).items()}
+
+
+class ScoringModel(_Section):
+    """A fixed model that scores responses."""
+
+    path: str | None = None
+    """Hugging Face folder (`tiny`, `tiny-teacher` and `smollm2` are known by name). With `server` its config.json and tokenizer alone are read."""
+    server: str | None = None
+    """URL of a vLLM server (`http://host:8000`) that holds the model and is asked for prompt log-probs; None loads it into this process."""
+    served_name: str | None = None
+    """Name under which the server knows the model; None takes the first that it lists."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights in this process; None computes as the student does, so that equal models agree exactly."""
+    token_budget: Annotated[Whole, Field(ge=1, le=1_000_000_000)] | None = None
+    """Tokens scored at once; None is `train.token_budget`."""
+    extra_rows: Literal["refuse", "drop"] = "refuse"
+    """An output layer with more rows than the student's (`drop`: they are left out of its distribution)."""
+    timeout: Real = Field(120.0, gt=0, le=86_400)
+    """Seconds that one request to the server may take."""
+    retries: Whole = Field(3, ge=0, le=1000)
+    """Times a failed request is sent again, after 1, 2, 4, ... at most 30 s; then the run stops with a checkpoint."""
+
+
+class Teacher(ScoringModel):
+    """Whose log-probs are distilled, or only measured where the method does not read them."""
+
+    temperature: Annotated[Real, Field(gt=0, le=1e6)] | None = None
+    """Temperature of the teacher's distribution; None is the rollout's."""
+    signal: Literal["token", "full_vocabulary"] = "token"
+    """`token` compares log-probs of the sampled token; `full_vocabulary` takes the exact reverse KL at every position (opd and iw_opd, one teacher
+    in this process)."""
+    column: str | None = None
+    """Column of the data that names the teacher of each row (task.kind = rows)."""
+    routes: dict[str, ScoringModel] = Field(default_factory=dict)
+    """Value of `column` -> a teacher, with the keys above but `temperature`."""
+
+
+class Reference(_Section):
+    """The base model of ExOPD's extrapolation and of the KL penalty."""
+
+    path: str | None = None
+    """Hugging Face folder; None is the initial model."""
+
+
+class Distill(BaseModel):
+    """The teacher's signal beside a reward, with any method that trains on rewards; further keys are options of the row `name`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    name: Literal["opd", "iw_opd", "exopd", "iw_exopd"] = "opd"
+    """Row that makes the signal."""
+    use: Literal["add", "weigh"] = "add"
+    """`add`: advantage = the reward's + coefficient * the signal, weighted; `weigh`: the reward's advantage times the row's weight (IW-OPD's, or a
+    profile of opd), without the signal."""
+    coefficient: Real = Field(1.0, ge=0, le=1e6)
+    """Factor on the signal."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -435,6 +497,9 @@ class Config(_Section):
     rollout: Annotated[FreshRollout | RelayRollout, Field(discriminator="source")] = FreshRollout()
     schedule: SyncSchedule = SyncSchedule()
     method: Method = Method()
+    teacher: Teacher | None = None
+    reference: Reference = Reference()
+    distill: Distill | None = None
     ratio: Ratio = Ratio()
     advantage: Advantage = Advantage()
     train: Train = Train()
@@ -471,7 +536,7 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Every dotted leaf key, for error hints and the reference page."""
     out: list[str] = []
     for name, field in model.model_fields.items():
-        variants = [t for t in _section_types(field.annotation) if t is not Reward]
+        variants = [t for t in _section_types(field.annotation) if t not in (Reward, ScoringModel)]
         if variants:
             for variant in variants:
                 out += [k for k in known_keys(variant, f"{prefix}{name}.") if k not in out]

@@ -6,13 +6,13 @@ position, Thinking Seeds (arXiv 2601.21476, Figures 2 and 4); drift along the re
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearpolicy.metrics import Layout, Table, to_floats
-from nearpolicy.objective import position
+from nearpolicy.objective import position, ratio
 from nearpolicy.objective.measure import Seen
 from nearpolicy.objective.stats import logit_gradient_norm
 from nearpolicy.rollout import Batch
@@ -46,15 +46,42 @@ LAYOUT = Layout(
 """`tokens`, `own` and `entropy_known` count trained tokens, those with a behaviour policy and those with a stored behaviour entropy; the rest are
 sums. From `own` on, rows are over `own` tokens alone."""
 
+TEACHER_LAYOUT = Layout(
+    rows=(*LAYOUT.rows, "taught", "kl", "abs_gap", "prefix_student", "prefix_teacher", "prefix_ratio", "signal_weight"),
+    axes=LAYOUT.axes,
+    reads={
+        **LAYOUT.reads,
+        "kl_teacher": ("kl", "taught"),
+        "abs_gap_teacher": ("abs_gap", "taught"),
+        "prefix_logp_student": ("prefix_student", "taught"),
+        "prefix_logp_teacher": ("prefix_teacher", "taught"),
+        "prefix_log_ratio": ("prefix_ratio", "taught"),
+        "signal_weight": ("signal_weight", "taught"),
+    },
+)
+"""With a teacher. The prefix of a token is the response before it: sums of log-probs from the first token to the one before."""
+LAYOUTS = (LAYOUT, TEACHER_LAYOUT)
+
+
+class Taught(NamedTuple):
+    """The two sides of a distillation signal, [B, T], and the weight on it (None: 1)."""
+
+    teacher_BT: Tensor
+    student_BT: Tensor
+    weight_BT: Tensor | None = None
+
 
 @torch.no_grad()
-def position_table(batch: Batch, seen: Seen, *, logp_BT: Tensor, entropy_BT: Tensor, step: int) -> Table:
+def position_table(
+    batch: Batch, seen: Seen, *, logp_BT: Tensor, entropy_BT: Tensor, step: int, taught: Taught | None = None
+) -> Table:  # fmt: skip
     """The sums of one micro-batch.
 
     Args:
         seen: of the loss of this micro-batch (`policy_loss(...).seen`).
         logp_BT, entropy_BT: of the current policy; detached here.
         step: updates that the current policy contains: a token's age is `step` minus its version.
+        taught: with it the table has `TEACHER_LAYOUT`.
     The gradient is that of the method's loss at the logits of the token, |coefficient| * |d logp / d logits| by
     `objective.stats.logit_gradient_norm`; penalties added to the loss (KL, entropy bonus) are left out.
     """
@@ -85,13 +112,31 @@ def position_table(batch: Batch, seen: Seen, *, logp_BT: Tensor, entropy_BT: Ten
         entropy_N = take(batch.entropy_behavior_BT)
         columns["entropy_known"] = entropy_N.isfinite()
         columns["entropy_behavior"] = entropy_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
-    values_RN = torch.empty(len(LAYOUT.rows), len(trained_N), dtype=torch.float64, device=mask_BT.device)
-    for row_N, name in zip(values_RN, LAYOUT.rows, strict=True):
+    layout = LAYOUT
+    if taught is not None:
+        layout = TEACHER_LAYOUT
+        columns |= {name: take(column) for name, column in _teacher_columns(taught, batch.response_mask_BT).items()} | {"taught": 1.0}
+    values_RN = torch.empty(len(layout.rows), len(trained_N), dtype=torch.float64, device=mask_BT.device)
+    for row_N, name in zip(values_RN, layout.rows, strict=True):
         row_N.copy_(column) if isinstance(column := columns[name], Tensor) else row_N.fill_(column)
     if own_BT is not mask_BT:  # demonstrations have no behaviour policy, ratio or age
         values_RN[LAYOUT.rows.index("own") :].masked_fill_(~take(own_BT), 0.0)
     response_BT = batch.response_mask_BT
-    return Table(_sums(values_RN, take(position.bins(response_BT, RELATIVE_BINS)), take(position.token_bins(response_BT))), LAYOUT)
+    return Table(_sums(values_RN, take(position.bins(response_BT, RELATIVE_BINS)), take(position.token_bins(response_BT))), layout)
+
+
+def _teacher_columns(taught: Taught, response_mask_BT: Tensor) -> dict[str, Tensor]:
+    """Discrepancy of each token and drift of what stands before it, over the whole response, trained or not."""
+    gap_BT = ratio.log_ratio(taught.teacher_BT, taught.student_BT, mask_BT=response_mask_BT).double()
+    student_BT, teacher_BT = (x.double().masked_fill(~response_mask_BT, 0.0) for x in (taught.student_BT, taught.teacher_BT))
+    return {
+        "kl": -gap_BT,
+        "abs_gap": gap_BT.abs(),
+        "prefix_student": student_BT.cumsum(1) - student_BT,
+        "prefix_teacher": teacher_BT.cumsum(1) - teacher_BT,
+        "prefix_ratio": gap_BT.cumsum(1) - gap_BT,
+        "signal_weight": torch.ones_like(gap_BT) if taught.weight_BT is None else taught.weight_BT,
+    }
 
 
 def _sums(values_RN: Tensor, relative_N: Tensor, token_N: Tensor) -> Tensor:
@@ -130,4 +175,5 @@ class PositionLog:
         self.due = bool(state["due"])
         sums = torch.tensor(state["sums"], dtype=torch.float64) if state["sums"] is not None else None
         bins = max(where.stop for where in LAYOUT.axes.values())
-        self._sum = Table(sums, LAYOUT) if sums is not None and sums.shape == (len(LAYOUT.rows), bins) else None
+        fits = [layout for layout in LAYOUTS if sums is not None and sums.shape == (len(layout.rows), bins)]
+        self._sum = Table(sums, fits[0]) if sums is not None and fits else None

@@ -33,7 +33,7 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
     sum_logp = float(sum(x.sum(dtype=np.float64) for x in logps))
     return _demonstrations(shown, len(scored)) | {
         "reward/mean": Mean(float(known.sum()), len(known)),
-        "reward/std": Mean(float(known.std() * len(known)), len(known)),
+        "reward/std": Mean(float(known.std() * len(known)) if len(known) else 0.0, len(known)),
         "reward/unscored_frac": Mean(len(scored) - len(known), len(scored)),
         "reward/abstain": Sum(outcomes[Outcome.ABSTAIN]),
         "reward/timeout": Sum(outcomes[Outcome.TIMEOUT]),

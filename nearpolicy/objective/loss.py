@@ -282,7 +282,8 @@ def statistics_of(parts: Parts, c: Columns) -> Statistics:
     out: dict[str, Tensor] = {}
     with torch.no_grad():
         if parts.has_partition:
-            out.update(distill.partition(sides(parts, c), alpha=parts.options["alpha"]))
+            trained = c.response_mask & c.mask.any(1, keepdim=True)  # a teacher need not have scored the other rows
+            out.update(distill.partition(sides(parts, c)._replace(response_mask_BT=trained), alpha=parts.options["alpha"]))
         if parts.kernel.budget:
             advantage = signal(parts, c, out).advantage_BT
             lr = _log_ratio(parts, c)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nearpolicy.errors import CheckpointError, NearPolicyError, UsageError
+from nearpolicy.objective.full_kl import Head
 from nearpolicy.objective.logprob import shift, token_logp_entropy
 from nearpolicy.policy.packing import Layout, pack, packed_attention, plan_microbatches
 from nearpolicy.policy.quiet import quiet_transformers
@@ -308,6 +309,13 @@ class HFPolicy:
             columns = slice(0, part.logp_BT.shape[1])
             logp_BT[rows, columns], entropy_BT[rows, columns] = part.logp_BT.float(), part.entropy_BT.float()
         return LogProbs(logp_BT, entropy_BT)
+
+    def head(self, batch: Batch) -> Head:
+        """States of all response tokens in row order, with gradient when autograd is on, and what makes logits of them."""
+        with self._autocast():
+            hidden_ND = self._packed_states(batch) if self.shares_prompts else self._plain_states(batch)
+        rows = torch.repeat_interleave(batch.temperature_B, batch.response_mask_BT.sum(1)).to(self.device)
+        return Head(hidden_ND, self._head.weight, self._head.bias, rows / self._logit_scale, self._softcap)
 
     def plan(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch (see `plan_microbatches`)."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from nearpolicy.diagnostics.rollouts import rollout_metrics
@@ -15,7 +16,7 @@ from nearpolicy.objective.advantages import group_advantages, overlong_penalty
 from nearpolicy.objective.position import relayed
 from nearpolicy.protocols import RolloutSource, ScoreItem, Verifier
 from nearpolicy.records import unpack
-from nearpolicy.rollout import Batch, Prompt, Scored, collate
+from nearpolicy.rollout import Array, Batch, Prompt, Rollout, Scored, collate
 from nearpolicy.schedule.ledger import Ledger, age
 
 
@@ -33,6 +34,8 @@ class SyncOptions:
     max_tokens: int
     overlong_buffer: int | None
     mask_truncated: bool
+    needs_reward: bool = True
+    """False: every response is trained on, scored or not, and advantages are 0 (the method makes its own)."""
     mask_prefix: bool = False
     """Leave the tokens of a relayed prefix out of the loss."""
 
@@ -45,6 +48,7 @@ class _Draw:
     rejected: int = 0
     redraws: int = 0
     sample_s: float = 0.0
+    teacher_s: float = 0.0
     score_s: float = 0.0
 
 
@@ -58,6 +62,7 @@ class SyncSchedule:
         publish: called with the version before responses are written: the sampler must hold those weights when it returns.
         annotate: adds the columns a method needs (proximal, reference log-probs), given the whole rollout batch and the policy that
             sampled it.
+        teach: the teacher's log-probs of each response token; asked once for each rollout batch, for the responses that are trained on.
     """
 
     def __init__(
@@ -69,9 +74,10 @@ class SyncSchedule:
         prompt_at: Callable[[int], Prompt],
         publish: Callable[[int], None],
         annotate: Callable[[Batch], Batch],
+        teach: Callable[[Sequence[Rollout]], list[Array]] | None = None,
     ) -> None:
         self.options, self.source, self.verifier = options, source, verifier
-        self.prompt_at, self.publish, self.annotate = prompt_at, publish, annotate
+        self.prompt_at, self.publish, self.annotate, self.teach = prompt_at, publish, annotate, teach
         self.ledger = Ledger()
         self.cursor = 0
         self.tokens_sampled = 0
@@ -124,7 +130,7 @@ class SyncSchedule:
         self._draw(version, draw)
         tickets = self.ledger.take(self.options.prompts, version)
         scored = [s for t in tickets for s in self._waiting.pop(t)]
-        batch, metrics = self._to_batch(scored)
+        batch, metrics = self._to_batch(scored, draw)
         start = time.perf_counter()
         self._batch = self.annotate(batch)
         self._slices = split_rows(len(batch), self.options.updates_per_rollout)
@@ -140,6 +146,10 @@ class SyncSchedule:
             "time/score_s": Sum(draw.score_s),
             "time/logprob_s": Sum(time.perf_counter() - start),
         }
+        if self.teach is not None:
+            self._metrics["time/teacher_s"] = Sum(draw.teacher_s)
+        if not self.options.needs_reward and all(math.isnan(s.score.reward) for s in draw.scored):
+            self._metrics = {name: value for name, value in self._metrics.items() if not name.startswith("reward/")}
 
     def _begin(self, version: int, draw: _Draw) -> None:
         """Tell the source of the new rollout batch; what it writes ahead is for the groups after those that are missing now."""
@@ -195,7 +205,20 @@ class SyncSchedule:
             else:
                 self._waiting[ticket] = scored
 
-    def _to_batch(self, scored: list[Scored]) -> tuple[Batch, Metrics]:
+    def _to_batch(self, scored: list[Scored], draw: _Draw) -> tuple[Batch, Metrics]:
+        o = self.options
+        advantage_B, metrics = self._advantages(scored) if o.needs_reward else ([0.0] * len(scored), {})
+        train = [not (o.needs_reward and math.isnan(s.score.reward)) and not (o.mask_truncated and s.rollout.truncated) for s in scored]
+        batch = collate(scored, advantage_B=advantage_B, train_B=train)
+        if o.mask_prefix:
+            batch = replace(batch, mask_BT=batch.mask_BT & ~relayed(batch.response_mask_BT, batch.prefix_length_B))
+        if self.teach is not None:
+            start = time.perf_counter()
+            batch = _taught(batch, scored, self.teach)
+            draw.teacher_s += time.perf_counter() - start
+        return batch, metrics
+
+    def _advantages(self, scored: Sequence[Scored]) -> tuple[Sequence[float] | torch.Tensor, Metrics]:
         o = self.options
         reward = torch.tensor([s.score.reward for s in scored], dtype=torch.float32)
         if bool(reward.isnan().all()):
@@ -209,15 +232,20 @@ class SyncSchedule:
         group = torch.tensor([s.rollout.group for s in scored])
         baseline = None if o.baseline == "none" else o.baseline
         adv = group_advantages(reward, group, baseline=baseline, normalize_std=o.normalize_std)
-        train = [not math.isnan(s.score.reward) and not (o.mask_truncated and s.rollout.truncated) for s in scored]
-        metrics: Metrics = {
+        return adv.advantage_B, {
             "reward/no_signal_frac": Mean(float(adv.no_signal_groups), float(adv.num_groups)),
             "reward/floored_std": Sum(float(adv.floored_groups)),
         }
-        batch = collate(scored, advantage_B=adv.advantage_B, train_B=train)
-        if o.mask_prefix:
-            batch = replace(batch, mask_BT=batch.mask_BT & ~relayed(batch.response_mask_BT, batch.prefix_length_B))
-        return batch, metrics
+
+
+def _taught(batch: Batch, scored: Sequence[Scored], teach: Callable[[Sequence[Rollout]], list[Array]]) -> Batch:
+    """The teacher's column on rows with a trained token; zeros, which nothing reads, on the others."""
+    live_B = batch.mask_BT.any(1)
+    found = teach([s.rollout for s, live in zip(scored, live_B.tolist(), strict=True) if live])
+    column_BT = torch.zeros_like(batch.logp_behavior_BT)
+    if found:
+        column_BT[batch.response_mask_BT & live_B[:, None]] = torch.from_numpy(np.concatenate(found)).float()
+    return replace(batch, logp_teacher_BT=column_BT)
 
 
 def _ages(batch: Batch, version: int) -> Metrics:

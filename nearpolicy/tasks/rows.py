@@ -238,6 +238,7 @@ class FileTask:
         columns: names of the columns to read.
         reward: the reward; its functions are imported here, to learn whether they read the answer.
         split: (train, held-out) splits of dataset folders.
+        answers: False takes rows without an answer although the reward reads it.
     Raises:
         DataError, UsageError: as `load_rows` and `split_heldout`; with `heldout_path`, ids need only differ within each file.
     """
@@ -252,9 +253,10 @@ class FileTask:
         reward: RewardSpec | None = None,
         split: tuple[str | None, str | None] = (None, None),
         seed: int = 0,
+        answers: bool = True,
     ) -> None:
         self.reward = reward or RewardSpec.single("number")
-        needs_answer = self.reward.needs_answer
+        needs_answer = answers and self.reward.needs_answer
         rows = load_rows(path, columns=columns, needs_answer=needs_answer, split=split[0])
         held: list[Row] = []
         if heldout_path is not None:

@@ -25,7 +25,7 @@ from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import changed_keys, read_toml, to_toml, to_tree
 from nearpolicy.metrics import HISTOGRAMS, TABLE
 
-RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads")
+RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads", "teacher.server", "teacher.timeout", "teacher.retries")
 """Keys that may differ when a run is gone on with; any other change would not be the same run."""
 
 

@@ -13,9 +13,11 @@ from nearpolicy.diagnostics import position
 from nearpolicy.errors import EngineError
 from nearpolicy.methods import Method, policy_loss
 from nearpolicy.metrics import Mean, Metrics, Sum, merge
+from nearpolicy.mixture import Mixture
 from nearpolicy.objective.stats import kl_estimate, kl_penalty
 from nearpolicy.policy.hf import HFPolicy
 from nearpolicy.rollout import Batch
+from nearpolicy.trainer.distill import Distillation, FullSignal, teacher_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class StepOptions:
     kl_coefficient: float
     kl_estimator: str
     entropy_coefficient: float
+    steps: int = 1
+    """Updates of the run: a curriculum is over at the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,19 @@ def learning_rate(step: int, *, peak: float, steps: int, warmup: int, decay: str
 
 
 class Stepper:
-    """Weight, loss, backward, clip, step: loss and gradient do not depend on how rows are split into micro-batches."""
+    """Weight, loss, backward, clip, step: loss and gradient do not depend on how rows are split into micro-batches.
+
+    Args:
+        mixture: a teacher's part of the advantage, for methods that train on rewards.
+        full: the teacher's exact reverse KL in place of the sampled token's signal.
+    """
 
     def __init__(
-        self, policy: HFPolicy, method: Method, optimizer: torch.optim.Optimizer, options: StepOptions, lr_at: Callable[[int], float]
-    ) -> None:
-        self.policy, self.method, self.optimizer, self.options, self.lr_at = policy, method, optimizer, options, lr_at
+        self, policy: HFPolicy, method: Method, optimizer: torch.optim.Optimizer, options: StepOptions, lr_at: Callable[[int], float], *,
+        mixture: Mixture | None = None, full: FullSignal | None = None,
+    ) -> None:  # fmt: skip
+        self.policy, self.optimizer, self.options, self.lr_at = policy, optimizer, options, lr_at
+        self.distillation = Distillation(method, mixture, full)
         self.done = 0
         """Updates that the weights contain; moves together with them."""
 
@@ -68,6 +79,7 @@ class Stepper:
             EngineError: the gradient is not finite; the weights are then untouched.
         """
         start = time.perf_counter()
+        self.distillation = self.distillation.at(min(step / max(self.options.steps - 1, 1), 1.0))
         batch = batch.to(self.policy.device)
         counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
         self.optimizer.zero_grad(set_to_none=True)
@@ -75,7 +87,7 @@ class Stepper:
         weight_BT = torch.zeros_like(batch.logp_behavior_BT)
         live, still = self._with_gradient(batch)
         plan = [(rows, True) for rows in self._plan(batch, live)] + [(rows, False) for rows in self._plan(batch, still)]
-        statistics = self._statistics(batch) if self.method.needs_statistics and len(plan) > 1 else None
+        statistics = self._statistics(batch) if self.distillation.needs_statistics and len(plan) > 1 else None
         for rows, gradient in plan:
             with torch.set_grad_enabled(gradient):
                 loss, metrics, weight = self._micro_batch(batch.rows(rows), step, counts, statistics)
@@ -102,7 +114,7 @@ class Stepper:
         """
         o = self.options
         rows = list(range(len(batch)))
-        if o.kl_coefficient or o.entropy_coefficient or not self.method.needs_advantage or self.method.needs_statistics:
+        if o.kl_coefficient or o.entropy_coefficient or not self.distillation.silent or self.distillation.needs_statistics:
             return rows, []
         moving = ((batch.advantage_BT != 0) & batch.mask_BT).any(1).tolist()
         return [b for b in rows if moving[b]], [b for b in rows if not moving[b]]
@@ -114,14 +126,18 @@ class Stepper:
     def _micro_batch(
         self, micro: Batch, step: int, counts: dict[str, int], statistics: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, Metrics, Tensor]:
-        o = self.options
-        scores = self.policy.score(micro, entropy_grad=bool(o.entropy_coefficient))
-        if statistics is None and self.method.needs_statistics:  # the micro-batch is the whole batch
-            statistics = self.method.prepare({"logp": scores.logp_BT.detach(), **self._columns(micro)})
+        o, d = self.options, self.distillation
+        replaced = d.replaces_loss and not (o.kl_coefficient or o.entropy_coefficient)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not replaced):  # where nothing of it is trained on, it need not go back
+            scores = self.policy.score(micro, entropy_grad=bool(o.entropy_coefficient))
+        columns = self._columns(micro)
+        inputs = {"logp": scores.logp_BT.detach(), **columns}
+        if statistics is None and d.needs_statistics:  # the micro-batch is the whole batch
+            statistics = d.prepare(inputs)
         out = policy_loss(
-            self.method,
+            d.method,
             logp=scores.logp_BT,
-            **self._columns(micro),
+            **{**columns, "advantage": d.advantage(inputs, statistics)},
             num_tokens=counts["num_tokens"],
             num_sequences=counts["num_sequences"],
             statistics=statistics,
@@ -130,6 +146,12 @@ class Stepper:
         mask = micro.mask_BT.float()
         tokens = max(counts["num_tokens"], 1)
         metrics = dict(out.metrics)
+        if d.full is not None:
+            kl = d.loss(self.policy, micro, inputs, statistics, counts)
+            metrics["distill/full_kl_loss"] = Sum(kl.detach())
+            loss = kl if d.replaces_loss else loss + kl
+        if (taught := d.measured(inputs, statistics)) is not None:
+            metrics |= teacher_metrics(taught, micro.mask_BT)
         if o.kl_coefficient:
             assert micro.logp_reference_BT is not None
             penalty = kl_penalty(scores.logp_BT, micro.logp_reference_BT, estimator=o.kl_estimator, logp_behavior=micro.logp_behavior_BT)
@@ -139,7 +161,8 @@ class Stepper:
         if o.entropy_coefficient:
             loss = loss - o.entropy_coefficient * (scores.entropy_BT * mask).sum() / tokens
         metrics["policy/entropy"] = Mean((scores.entropy_BT.detach() * mask).sum(), mask.sum())
-        metrics[position.NAME] = position.position_table(micro, out.seen, logp_BT=scores.logp_BT, entropy_BT=scores.entropy_BT, step=step)
+        metrics[position.NAME] = position.position_table(micro, out.seen, logp_BT=scores.logp_BT, entropy_BT=scores.entropy_BT, step=step,
+                                                         taught=taught)  # fmt: skip
         return loss, metrics, out.weight
 
     def _columns(self, batch: Batch) -> dict[str, Any]:
@@ -157,7 +180,7 @@ class Stepper:
 
     def _statistics(self, batch: Batch) -> Mapping[str, Tensor]:
         """What rows that look at the whole optimizer batch need; a forward pass without gradient."""
-        return self.method.prepare({"logp": score_all(self.policy, batch), **self._columns(batch)})
+        return self.distillation.prepare({"logp": score_all(self.policy, batch), **self._columns(batch)})
 
     def _step(self, step: int) -> float:
         parameters = self.policy.trainable_parameters()
@@ -189,4 +212,16 @@ def score_all(policy: HFPolicy, batch: Batch) -> Tensor:
     for rows in policy.plan(batch):
         part = policy.score(batch.rows(rows)).logp_BT
         logp_BT[rows, : part.shape[1]] = part
+    return logp_BT
+
+
+def score_trained(policy: HFPolicy, batch: Batch) -> Tensor:
+    """`score_all` of the rows with a trained token, 0 in the others: the very rows, in the very parts, that a teacher is asked for."""
+    live = batch.mask_BT.any(1).nonzero()[:, 0]
+    if len(live) == len(batch):
+        return score_all(policy, batch)
+    logp_BT = torch.zeros_like(batch.logp_behavior_BT)
+    if len(live):
+        part = score_all(policy, batch.rows(live)).to(logp_BT.device)
+        logp_BT[live, : part.shape[1]] = part
     return logp_BT
