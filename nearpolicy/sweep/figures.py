@@ -10,10 +10,10 @@ from nearpolicy.sweep.compare import FEW, CellResult, Comparison
 from nearpolicy.sweep.tables import MARK, layout
 from nearpolicy.trainer.rundir import write_atomic
 
-PANEL_WIDTH, PANEL_HEIGHT = 240, 170
+PANEL_WIDTH, WIDE_PANEL, PANEL_HEIGHT = 240, 380, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 24, 34
 HEAD, LEGEND = 30, 26
-COLOURS = ("#1769aa", "#c2410c", "#15803d", "#7e22ce", "#0d8fa8", "#a8332f", "#7a6a00", "#52525b")
+COLOURS = ("#1769aa", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0d8fa8", "#7a6a00", "#52525b")
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
 
 
@@ -115,7 +115,10 @@ def grid(title: str, rows: Sequence[Sequence[Panel]], x_label: str, y_label: str
     x_high = x_high if x_high > x_low else x_low + 1
     y_ticks = round_values(min(0.0, *ys), max(*ys, 1e-9), 5)
     names = list(dict.fromkeys(c.label for c in curves))
-    width, height = max(len(row) for row in rows) * PANEL_WIDTH, HEAD + len(rows) * PANEL_HEIGHT + LEGEND
+    across = max(len(row) for row in rows)
+    panel_width = PANEL_WIDTH if across > 2 else WIDE_PANEL
+    legend = _legend(names)
+    width, height = max(across * panel_width, LEFT + 7 * len(title), round(legend[1])), HEAD + len(rows) * PANEL_HEIGHT + LEGEND
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         'font-family="sans-serif" font-size="10">',
@@ -124,8 +127,8 @@ def grid(title: str, rows: Sequence[Sequence[Panel]], x_label: str, y_label: str
     ]  # fmt: skip
     for r, row in enumerate(rows):
         for k, panel in enumerate(row):
-            left, top = k * PANEL_WIDTH, HEAD + r * PANEL_HEIGHT
-            scale = _Scale(left + LEFT, left + PANEL_WIDTH - RIGHT, x_low, x_high, top + PANEL_HEIGHT - BOTTOM, top + TOP, y_ticks[0], y_ticks[-1])
+            left, top = k * panel_width, HEAD + r * PANEL_HEIGHT
+            scale = _Scale(left + LEFT, left + panel_width - RIGHT, x_low, x_high, top + PANEL_HEIGHT - BOTTOM, top + TOP, y_ticks[0], y_ticks[-1])
             x_ticks = (
                 [(float(i), label) for i, label in enumerate(labels)]
                 if labels is not None
@@ -134,7 +137,7 @@ def grid(title: str, rows: Sequence[Sequence[Panel]], x_label: str, y_label: str
             out += _frame(panel.title, scale, x_ticks, y_ticks, x_label, y_label if k == 0 else "")
             for curve in panel.curves:
                 out += _drawn(curve, scale, names.index(curve.label), points=labels is not None)
-    return "\n".join([*out, *_legend(names, height), "</svg>", ""])
+    return "\n".join([*out, f'<g transform="translate(0 {height})">', *legend[0], "</g>", "</svg>", ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +194,18 @@ def _path(xs: Sequence[float], ys: Sequence[float], at_y: Callable[[float], floa
     return "".join(f"{'L' if i else 'M'}{x:.1f} {at_y(y):.1f}" for i, (x, y) in enumerate(zip(xs, ys, strict=True)))
 
 
-def _legend(names: Sequence[str], height: int) -> list[str]:
+def _legend(names: Sequence[str]) -> tuple[list[str], float]:
+    """(drawing above y = 0, its right end)."""
     out, at = [], float(LEFT)
     for place, name in enumerate(names):
         colour, dash = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
         style = f'stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dash}"' if dash else "")
-        out.append(f'<path d="M{at:.0f} {height - 12}h20" {style}/><text x="{at + 25:.0f}" y="{height - 8}" fill="#18181b">{escape(name)}</text>')
+        out.append(f'<path d="M{at:.0f} -12h20" {style}/><text x="{at + 25:.0f}" y="-8" fill="#18181b">{escape(name)}</text>')
         at += 25 + 14 + 6 * len(name)
-    return (
-        [*out, f'<text x="{at:.0f}" y="{height - 8}" fill="#71717a">{MARK} fewer than {FEW} seeds</text>'] if any(MARK in n for n in names) else out
-    )
+    if any(MARK in n for n in names):
+        out.append(f'<text x="{at:.0f}" y="-8" fill="#71717a">{MARK} fewer than {FEW} seeds</text>')
+        at += 130
+    return out, at
 
 
 def round_values(low: float, high: float, about: int) -> list[float]:

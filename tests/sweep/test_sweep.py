@@ -1,4 +1,4 @@
-"""Sweeps that train: equal to runs on their own, interrupted and gone on with, killed, and warm started."""
+"""Sweeps that train: equal to runs on their own, stopped and gone on with, killed, warm started."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import tomllib
 
 import pytest
 
-from experiments import METHODS, plan_of
+from experiments import plan_of
 from nearpolicy.build import train
+from nearpolicy.layers import resolve, to_tree
 from nearpolicy.policy.tiny import make_tiny
+from nearpolicy.sweep import worker
 from nearpolicy.sweep.board import Board
 from nearpolicy.sweep.driver import Driver, SweepStopped, is_finished, sweep_directory
 
@@ -26,13 +28,9 @@ def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("model") / "tiny", seed=3)
 
 
-def small(tiny, **more):
-    return plan_of(base={**SMALL, "model": {"path": str(tiny)}}, keep_checkpoints=True, **more)
-
-
-def drive(plan, out, *, resume=False, jobs=1, meanwhile=None):
+def drive(plan, out, *, resume=False, meanwhile=None):
     with sweep_directory(out, plan, resume=resume):
-        own = Driver(plan=plan, out=out, jobs=jobs, board=Board(len(plan.runs), done=0, jobs=jobs))
+        own = Driver(plan=plan, out=out, jobs=1, board=Board(len(plan.runs), done=0, jobs=1))
         thread = threading.Thread(target=meanwhile, args=(own,), daemon=True) if meanwhile else None
         if thread:
             thread.start()
@@ -50,10 +48,16 @@ def weights(out):
 
 def rows(out):
     found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in r.items() if not k.startswith("time") and not k.endswith("/hist")} for r in found if r["kind"] in ("train", "eval")]
+    kept = [r for r in found if r["kind"] in ("train", "eval")]
+    return [{k: v for k, v in r.items() if not k.startswith("time") and not k.endswith("/hist")} for r in kept]
 
 
-def when(ready, action, seconds=60):
+def updates_in(run):
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count('"kind":"train"') if metrics.exists() else 0
+
+
+def when(ready, action, seconds=120):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ready():
@@ -62,53 +66,75 @@ def when(ready, action, seconds=60):
         time.sleep(0.005)
 
 
-def test_a_run_of_a_sweep_is_the_run_on_its_own_and_survives_what_happens_to_others(tiny, tmp_path):
-    """One worker trains one run after another; its process is killed during the second, which fails alone and is made whole by --resume."""
-    plan, out = small(tiny, seeds=[0, 1], axis=[METHODS]), tmp_path / "s"
-    second = out / "runs" / "VESPO_s0" / "metrics.jsonl"
-
-    def kill(own):
-        when(lambda: second.exists() and second.stat().st_size > 0, lambda: os.kill(own.workers[0].process.pid, signal.SIGKILL))
-
-    own = drive(plan, out, meanwhile=kill)
-    assert list(own.failures) == ["VESPO_s0"]
-    assert "SIGKILL" in own.failures["VESPO_s0"]
-    assert [is_finished(out / "runs" / r.name) for r in plan.runs] == [True, True, False, True]
-    drive(plan, out, resume=True)
-    for run in plan.runs:
-        train(run.config, tmp_path / run.name, report=False, say=lambda _: None)
-        assert weights(out / "runs" / run.name) == weights(tmp_path / run.name), run.name
-        assert rows(out / "runs" / run.name) == rows(tmp_path / run.name), run.name
-    assert not (out / "runs" / "GRPO_s0" / "report.html").exists()
-
-
-def test_a_signal_writes_a_checkpoint_and_the_resumed_sweep_equals_an_uninterrupted_one(tiny, tmp_path):
-    plan, out = small(tiny, seeds=[0]), tmp_path / "s"
-    metrics = out / "runs" / "s0" / "metrics.jsonl"
-
-    def press(_):
-        when(lambda: metrics.exists() and metrics.read_text().count('"kind":"train"') >= 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.slow
+def test_stopped_killed_and_gone_on_with_every_run_is_the_run_on_its_own(tiny, tmp_path):
+    """One run is stopped by Ctrl-C in the middle, the process of the other is killed; both end as if nothing had been. One has a warm start."""
+    seeds = [0, {"seed": 1, "model.path": "mine"}]
+    plan = plan_of(base={**SMALL, "model": {"path": str(tiny)}}, seeds=seeds, keep_checkpoints=True,
+                   warm_start=[{"name": "mine", "seed": 2, "steps": 3, "gate": [0, 1]}])  # fmt: skip
+    out = tmp_path / "s"
+    first, second = (out / "runs" / run.name for run in plan.runs)
 
     with pytest.raises(SweepStopped):
-        drive(plan, out, meanwhile=press)
-    steps = [int(p.name[5:]) for p in (out / "runs" / "s0" / "checkpoints").iterdir()]
-    assert len(steps) == 1
-    assert 2 <= steps[0] < 8
-    assert json.loads((out / "runs" / "s0" / "status.json").read_text())["status"] == "interrupted"
-    drive(plan, out, resume=True)
-    train(plan.runs[0].config, tmp_path / "whole", report=False, say=lambda _: None)
-    assert weights(out / "runs" / "s0") == weights(tmp_path / "whole")
-    assert rows(out / "runs" / "s0") == rows(tmp_path / "whole")
+        drive(plan, out, meanwhile=lambda _: when(lambda: updates_in(first) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    (checkpoint,) = (first / "checkpoints").iterdir()
+    assert 2 <= int(checkpoint.name[5:]) < 8
+    assert json.loads((first / "status.json").read_text())["status"] == "interrupted"
+
+    def kill(own):
+        when(lambda: updates_in(second) >= 1, lambda: os.kill(own.workers[0].process.pid, signal.SIGKILL))
+
+    own = drive(plan, out, resume=True, meanwhile=kill)
+    assert [is_finished(p) for p in (first, second)] == [True, False]
+    assert own.failures[second.name].startswith("its process died (SIGKILL)")
+
+    own = drive(plan, out, resume=True)
+    assert (own.ended, own.failures) == (1, {})
+    warm = out / "warm_starts" / "mine"
+    assert json.loads((warm / "sft.json").read_text())["options"]["steps"] == 3
+    assert tomllib.loads((second / "run.toml").read_text())["model"]["path"] == str(warm)
+    for run, path in zip(plan.runs, (first, second), strict=True):
+        model = {"model": {"path": str(warm)}} if plan.warm_start(run) else {}
+        train(resolve([to_tree(run.config), model]), tmp_path / run.name, report=False, say=lambda _: None)
+        assert weights(path) == weights(tmp_path / run.name), run.name
+        assert rows(path) == rows(tmp_path / run.name), run.name
 
 
-def test_a_warm_start_is_trained_and_started_from_and_checkpoints_are_not_kept(tmp_path):
-    plan = plan_of(seeds=[{"seed": 0, "model.path": "mine"}], base=SMALL, warm_start=[{"name": "mine", "seed": 2, "steps": 3, "gate": [0, 1]}])
-    out = tmp_path / "s"
-    own = drive(plan, out)
-    assert not own.failures, own.failures
-    folder = out / "warm_starts" / "mine"
-    assert json.loads((folder / "sft.json").read_text())["options"]["steps"] == 3
-    run = out / "runs" / "mine_s0"
-    assert is_finished(run)
-    assert not (run / "checkpoints").exists()
-    assert tomllib.loads((run / "run.toml").read_text())["model"]["path"] == str(folder)
+def job(run, out, *, keep=False):
+    return {"out": str(out), "config": to_tree(run.config), "metric": "eval/pass@1", "keep_checkpoints": keep}
+
+
+def test_a_finished_run_is_small_and_is_not_trained_again(tiny, tmp_path):
+    run = plan_of(base={**SMALL, "model": {"path": str(tiny)}}, seeds=[0]).runs[0]
+    score = worker._train(job(run, tmp_path / "a"))
+    assert score == rows(tmp_path / "a")[-1]["eval/pass@1"]
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    assert not (tmp_path / "a" / "report.html").exists()
+    assert len(list((tmp_path / "a" / "evaluations").iterdir())) == 3
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    assert worker._train(job(run, tmp_path / "a")) == score
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_end_counts_as_finished(tiny, tmp_path):
+    run = plan_of(base={**SMALL, "model": {"path": str(tiny)}}, seeds=[0]).runs[0]
+    worker._train(job(run, tmp_path / "a", keep=True))
+    (tmp_path / "a" / "status.json").write_text('{"status": "running", "step": 0}')
+    worker._train(job(run, tmp_path / "a", keep=True))
+    assert is_finished(tmp_path / "a")
+
+
+def test_a_directory_that_a_killed_run_only_began_is_begun_again(tiny, tmp_path):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    run = plan_of(base={**SMALL, "model": {"path": str(tiny)}}, seeds=[0]).runs[0]
+    worker._train(job(run, tmp_path / "a"))
+    assert is_finished(tmp_path / "a")
+
+
+def test_output_goes_to_the_log_of_the_job_at_the_level_of_the_system(tmp_path, capfd):
+    with worker._output_to(tmp_path / "log"):
+        os.write(2, b"from C\n")
+        os.system("echo from a child")
+    os.write(1, b"after\n")
+    assert (tmp_path / "log").read_text() == "from C\nfrom a child\n"
+    assert capfd.readouterr().out == "after\n"
