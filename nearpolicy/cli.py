@@ -163,14 +163,33 @@ def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
 @click.option("--top-p", type=float, help="Nucleus.")
 @click.option("--json", "json_out", type=click.Path(path_type=Path), help="Write the numbers here too.")
+@click.option(
+    "--relay-from",
+    "earlier",
+    type=click.Path(path_type=Path),
+    help="Relay inference: this earlier checkpoint writes the first part of each response.",
+)
+@click.option("--relay-fraction", "fractions", help="Share of each response that it writes (default 0.5); several with commas between.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Page with the pass@k curves of a relay inference (default: relay.html in the checkpoint's run, else in this folder).",
+)
 @_guard
-def evaluate(checkpoint: Path, parts: Sequence[str], **options: Any) -> None:
-    """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals."""
+def evaluate(checkpoint: Path, parts: Sequence[str], earlier: Path | None, fractions: str | None, plot: Path | None, **options: Any) -> None:
+    """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals; with --relay-from, relayed against single."""
     from nearpolicy import jobs
 
     if options["json_out"] is not None:
         _writes("numbers", options["json_out"])
-    jobs.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
+    if earlier is None:
+        if given := [name for name, value in (("--relay-fraction", fractions), ("--plot", plot)) if value is not None]:
+            raise UsageError(given[0], got="no --relay-from", expected="an earlier checkpoint", do="Give --relay-from CHECKPOINT.")
+        jobs.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
+        return
+    run = next((p for p in checkpoint.resolve().parents if (p / "run.toml").exists()), Path())
+    page = _writes("page", plot or run / "relay.html")
+    jobs.relay_checkpoints(checkpoint, earlier, parts, fractions=fractions or "0.5", plot=page, say=click.echo, **options)
 
 
 @cli.command()

@@ -4,18 +4,24 @@ from nearpolicy.jobs import evaluate_checkpoint
 numbers = evaluate_checkpoint("runs/first/checkpoints/step-000064", samples=16, ks="1,4,16")
 """
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nearpolicy import build
 from nearpolicy.build import Say, assemble, model_folder
 from nearpolicy.config import Config
 from nearpolicy.errors import EngineError, UsageError
 from nearpolicy.layers import resolve, to_tree
+from nearpolicy.policy.hf import load_model
+from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.tasks.order import PromptOrder
+from nearpolicy.trainer.relay_inference import check_earlier, relay_inference
 from nearpolicy.trainer.rundir import write_atomic
 
 
@@ -68,6 +74,23 @@ def sft(
     return target
 
 
+def _configs(
+    folder: Path, parts: Sequence[str], suite: Path | None, samples: int | None, ks: str | None, temperature: float | None, top_p: float | None
+) -> dict[str, Config]:
+    """What to evaluate by name: the held-out prompts of the folder's run (or of the configuration) as `eval`, or each benchmark of a suite."""
+    from nearpolicy.suites import find_suite, read_suite
+
+    run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
+    base = build.config_for(parts, run)
+    overrides: dict[str, Any] = {"k": _ks(ks)} if ks is not None else {}
+    overrides |= {k: v for k, v in {"samples": samples, "temperature": temperature, "top_p": top_p}.items() if v is not None}
+    if samples and ks is None:
+        overrides["k"] = [k for k in base.eval.k if k <= samples]
+    if suite is not None:
+        return {b.name: b.configure(to_tree(base), folder, overrides) for b in read_suite(find_suite(suite))}
+    return {"eval": resolve([to_tree(base), {"model": {"path": str(folder)}, "eval": overrides}])}
+
+
 def evaluate_checkpoint(
     checkpoint: Path | str, parts: Sequence[str] = (), *, suite: Path | None = None, samples: int | None = None, ks: str | None = None,
     temperature: float | None = None, top_p: float | None = None, json_out: Path | None = None, say: Say = print,
@@ -76,20 +99,9 @@ def evaluate_checkpoint(
 
     A checkpoint inside a run directory takes the run's configuration; `parts` go on top.
     """
-    from nearpolicy.suites import find_suite, read_suite
-
     folder = model_folder(str(checkpoint))
-    run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
-    base = build.config_for(parts, run)
-    overrides: dict[str, Any] = {"k": _ks(ks)} if ks is not None else {}
-    overrides |= {k: v for k, v in {"samples": samples, "temperature": temperature, "top_p": top_p}.items() if v is not None}
-    if samples and ks is None:
-        overrides["k"] = [k for k in base.eval.k if k <= samples]
-    configs = {"eval": resolve([to_tree(base), {"model": {"path": str(folder)}, "eval": overrides}])}
-    if suite is not None:
-        configs = {b.name: b.configure(to_tree(base), folder, overrides) for b in read_suite(find_suite(suite))}
     out: dict[str, float] = {}
-    for name, config in configs.items():
+    for name, config in _configs(folder, parts, suite, samples, ks, temperature, top_p).items():
         with assemble(config, folder, say) as built:
             values = built.evaluate(0, name)
             if values[f"{name}/unscored_frac"] == 1.0:
@@ -106,3 +118,83 @@ def evaluate_checkpoint(
     if json_out is not None:
         write_atomic(json_out, json.dumps(out, indent=1))
     return out
+
+
+def relay_checkpoints(
+    checkpoint: Path | str, earlier: Path | str, parts: Sequence[str] = (), *, fractions: str = "0.5", suite: Path | None = None,
+    samples: int | None = None, ks: str | None = None, temperature: float | None = None, top_p: float | None = None,
+    json_out: Path | None = None, plot: Path | None = None, say: Say = print,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Relay inference: `earlier` writes the first part of each response, `checkpoint` the rest; pass@k against each alone.
+
+    Args:
+        fractions: shares that the earlier model writes, with commas between.
+        plot: HTML page with the curves; None writes none.
+    Returns:
+        `trainer.relay_inference.Relay.document` of the held-out prompts (`eval`) or of each benchmark, with the names of the folders.
+    Raises:
+        UsageError: a fraction outside [0, 1], k above the samples.
+        CheckpointError: `earlier` has another vocabulary or architecture.
+    """
+    from nearpolicy.report.relay import relay_page
+
+    shares = _fractions(fractions)
+    for path in (json_out, plot):  # an hour of sampling must not end in a folder that is not there
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(str(path), got="no such folder", expected="a folder that exists", do=f"Create {path.parent} first.")
+    folder, before = model_folder(str(checkpoint)), model_folder(str(earlier))
+    out: dict[str, dict[str, Any]] = {}
+    for name, config in _configs(folder, parts, suite, samples, ks, temperature, top_p).items():
+        made = _relay(config, folder, before, shares, say)
+        named = {"checkpoint": str(checkpoint), "earlier": str(earlier)}
+        out[name] = {**named, "temperature": config.eval.temperature, "top_p": config.eval.top_p, **made}
+        _say_relay(name, out[name], say)
+    if json_out is not None:
+        write_atomic(json_out, json.dumps(out, indent=1))
+    if plot is not None:
+        write_atomic(plot, relay_page(out))
+        say(f"plot: {plot}")
+    return out
+
+
+def _relay(config: Config, folder: Path, before: Path, shares: Sequence[float], say: Say) -> dict[str, Any]:
+    """Both models side by side on the prompts of one configuration."""
+    with assemble(config, folder, say) as built:
+        model, tokenizer = load_model(before, device=config.device)
+        check_earlier(built.sampler.model, built.tokenizer, model, tokenizer, name=str(before))
+        first = TorchSampler(model, tokenizer, max_rows=config.rollout.max_rows, dtype=torch.bfloat16 if built.policy.bfloat16 else None)
+        built.publish(0)
+        params = dataclasses.replace(built.params, temperature=config.eval.temperature, top_p=config.eval.top_p)
+        relay = relay_inference(built.sampler, first, built.pool, built.prompts.heldout, params, n=config.eval.samples, ks=config.eval.k,
+                                fractions=shares)  # fmt: skip
+    return relay.document()
+
+
+def _say_relay(name: str, made: dict[str, Any], say: Say) -> None:
+    """The numbers, one line for each curve and k."""
+    say(f"{name}: {made['prompts']} prompts x {made['samples']} samples, temperature {made['temperature']:g}, top-p {made['top_p']:g}; "
+        f"beginnings by {made['earlier']}")  # fmt: skip
+
+    def shown(value: dict[str, Any], form: str) -> str:
+        if value["mean"] is None:
+            return "not enough scored responses"
+        mean, low, high = (format(value[end], form) for end in ("mean", "low", "high"))
+        return f"{mean} [{low}, {high}]"
+
+    for curve, values in made["curves"].items():
+        others = made["differences"].get(curve.removeprefix("relay "))
+        for k, value in values.items():
+            gap = "" if others is None else "".join(f"  minus {other} {shown(by_k[k], '+.4f')}" for other, by_k in others.items())
+            say(f"  {curve:12} pass@{k:<5} {shown(value, '.4f')}{gap}")
+
+
+def _fractions(text: str) -> list[float]:
+    """`0.3,0.5` as numbers in [0, 1]."""
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= f <= 1 for f in shares):
+        raise UsageError("--relay-fraction", got=repr(text), expected="numbers from 0 to 1 with commas between, for example 0.3,0.5",
+                         do="Write the share of each response that the earlier checkpoint writes.")  # fmt: skip
+    return shares

@@ -1,7 +1,7 @@
 """Puts the page together: one HTML file that needs no network, no server and no other file.
 
 Everything that a run wrote (prompts, responses, messages, configuration) is untrusted text. In the markup it is escaped; in the data block
-every `<`, `>` and `&` is a JSON escape, and the script only ever assigns it as text. A content policy names the hashes of the page's two
+every `<`, `>` and `&` is a JSON escape, and the script only ever assigns it as text. A content policy names the hashes of the page's
 scripts, so that even markup that slipped through could neither run nor load anything.
 """
 

@@ -4,6 +4,7 @@ A run's rows are the lists `position/<quantity>/<axis>` of its train rows (one v
 borders of the bins from `position_edges.json`; the tokens come from `truncation_tokens.json`.
 """
 
+import re
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
@@ -35,13 +36,15 @@ FIGURES = (
 )
 """Figure, title and the quantities it may draw: the first that the run has. A quantity that none names gets a figure under its own name."""
 
+_NAME = re.compile(r"position/\w+/\w+", re.ASCII)
+
 AXES = {"rel": "tenths of the response", "abs": "token index"}
 """Name of each axis in the page."""
 
 
 def position_payload(runs: Sequence[Run], scale: float) -> list[dict[str, Any]]:
     """For each run `{"steps", "bins": {axis: [label]}, "tables": {"quantity/axis": [[value of each bin] for each step]}}`; {} without tables."""
-    width = sum(len(rows[0][1]) for run in runs for rows in run.tables.values() if rows) or 1
+    width = sum(len(rows[0][1]) for run in runs for name, rows in run.tables.items() if rows and _NAME.fullmatch(name)) or 1
     most = max(min(int(NUMBERS * scale / width), MOST_STEPS), 2)
     return [_payload(run, most) for run in runs]
 
@@ -53,8 +56,8 @@ def _payload(run: Run, most: int) -> dict[str, Any]:
     for name, rows in run.tables.items():
         own = dict(rows)
         axis = name.rpartition("/")[2]
-        if not bins.get(axis) or any(len(values) > len(bins[axis]) for values in own.values()):
-            continue  # a run of another version, whose bins are not known
+        if not _NAME.fullmatch(name) or not bins.get(axis) or any(len(values) > len(bins[axis]) for values in own.values()):
+            continue  # no name of ours, or a run of another version, whose bins are not known
         tables[name.removeprefix("position/")] = [_short(own.get(step, [])) for step in steps]
     used = {axis: max((len(r) for n, t in tables.items() if n.endswith(f"/{axis}") for r in t), default=0) for axis in AXES}
     return {"steps": steps, "bins": {axis: bins[axis][:n] for axis, n in used.items() if n}, "tables": tables} if tables else {}

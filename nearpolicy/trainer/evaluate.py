@@ -10,7 +10,7 @@ from nearpolicy.errors import UsageError
 from nearpolicy.objective.stats import bootstrap_interval, pass_at_k
 from nearpolicy.protocols import Request, Sampler, SamplingParams, ScoreItem, Verifier
 from nearpolicy.randomness import Stream
-from nearpolicy.rollout import Array, Prompt, Rollout
+from nearpolicy.rollout import Array, Prefix, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,14 @@ class Evaluation:
         """Scored responses of each prompt, int64 [prompts]."""
         return (~np.isnan(self.reward_PN)).sum(1)
 
+    @property
+    def right(self) -> Array:
+        """Responses of each prompt that reach full marks, int64 [prompts]."""
+        return (np.nan_to_num(self.reward_PN, nan=-np.inf) >= self.full_marks).sum(1)
+
     def pass_at(self, k: int) -> Array:
         """Unbiased pass@k of each prompt with at least k scored responses, float64."""
-        correct = (np.nan_to_num(self.reward_PN, nan=-np.inf) >= self.full_marks).sum(1)
-        return np.array([pass_at_k(int(n), int(c), k) for n, c in zip(self.scored, correct, strict=True) if n >= k])
+        return np.array([pass_at_k(int(n), int(c), k) for n, c in zip(self.scored, self.right, strict=True) if n >= k])
 
     def average(self) -> Array:
         """Mean reward of each prompt with a scored response (avg@n), float64."""
@@ -43,8 +47,7 @@ class Evaluation:
 
     def by_prompt(self) -> dict[str, Array]:
         """pass@k and avg@n of every prompt in order, float64 [prompts], NaN where a prompt has too few scored responses."""
-        correct = (np.nan_to_num(self.reward_PN, nan=-np.inf) >= self.full_marks).sum(1)
-        counts = list(zip(self.scored, correct, strict=True))
+        counts = list(zip(self.scored, self.right, strict=True))
         out = {f"pass@{k}": np.array([pass_at_k(int(n), int(c), k) if n >= k else np.nan for n, c in counts]) for k in self.ks}
         known = self.scored > 0
         mean = np.nansum(self.reward_PN, 1) / np.maximum(self.scored, 1)
@@ -72,10 +75,17 @@ def evaluate(
     n: int,
     ks: Sequence[int] = (1,),
     full_marks: float = 1.0,
+    prefixes: Sequence[Sequence[Prefix | None]] | None = None,
+    stream: Stream = Stream.EVAL,
 ) -> Evaluation:
     """Sample n responses to each prompt and score them.
 
     The noise is keyed by the prompt's place and the sample, not by the step: two evaluations of one run differ by their weights alone.
+
+    Args:
+        full_marks: reward from which a response counts as right.
+        prefixes: for each prompt the n beginnings to go on from (relay inference); None = nothing.
+        stream: whose noise the samples draw from.
     Raises:
         UsageError: no prompts, or a k above n.
     """
@@ -83,8 +93,8 @@ def evaluate(
         raise UsageError("evaluation", got="0 held-out prompts", expected="at least one", do="Raise task.heldout or give a held-out file.")
     if bad := [k for k in ks if not 1 <= k <= n]:
         raise UsageError("pass@k", got=f"k = {bad[0]} with n = {n} samples", expected="1 <= k <= n", do="Raise the samples or lower k.")
-    requests = [Request(ticket=i, prompt=p) for i, p in enumerate(prompts)]
-    rollouts = sampler.sample(requests, n, replace(params, stream=Stream.EVAL, entropy=False))
+    requests = [Request(ticket=i, prompt=p, prefixes=None if prefixes is None else prefixes[i]) for i, p in enumerate(prompts)]
+    rollouts = sampler.sample(requests, n, replace(params, stream=stream, entropy=False))
     scores = verifier.score([ScoreItem.of(p, r) for p, r in zip([p for p in prompts for _ in range(n)], rollouts, strict=True)])
     return Evaluation(
         reward_PN=np.array([s.reward for s in scores], dtype=np.float64).reshape(len(prompts), n),

@@ -34,6 +34,7 @@ def relayed_run(path: Path, *, seed: int = 0, steps: int = 24) -> Path:
             row["position/surprisal_behavior/rel"] = values
             row["position/raw_weight/rel"] = [10.0**k for k in range(10)]
             row["position/own_quantity/rel"] = values
+            row['position/"><b>/rel'] = values
         rows.append(json.dumps(row))
     (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     (run / "position_edges.json").write_text(json.dumps(EDGES))
@@ -83,6 +84,7 @@ def test_a_run_without_tables_or_with_unknown_bins_has_no_section(tmp_path):
 def test_figures_name_the_quantity_that_is_drawn(tmp_path):
     run = read_run(relayed_run(tmp_path / "a"))
     html = position_section([run], position_payload([run], 1.0))
+    assert "<b>" not in html
     assert re.findall(r'data-position="(\w+)" data-quantities="([\w ]+)"', html) == [
         ("entropy", "entropy"), ("entropy_behavior", "surprisal_behavior"), ("raw_weight", "raw_weight"), ("own_quantity", "own_quantity")
     ]  # fmt: skip
