@@ -175,13 +175,18 @@ def sft(parts: Sequence[str], out: Path | None, **options: Any) -> None:
     type=click.Path(path_type=Path),
     help="Page with the pass@k curves of a relay inference (default: relay.html in the checkpoint's run, else in this folder).",
 )
+@click.option("--teacher", help="Compare with this model: token KL and prefix drift by position.")
+@click.option("--continuation-gap", is_flag=True, help="With --teacher: have both finish the student's responses from --fractions of them.")
+@click.option("--fractions", "shares", help="Shares of a response (default 0.1,...,0.9).")
 @_guard
 def evaluate(checkpoint: Path, parts: Sequence[str], earlier: Path | None, fractions: str | None, plot: Path | None, **options: Any) -> None:
-    """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals; with --relay-from, relayed against single."""
+    """Evaluate a checkpoint: avg@n and unbiased pass@k with 95 % intervals; relayed (--relay-from), or beside a teacher (--teacher)."""
     from nearpolicy import jobs
 
     if options["json_out"] is not None:
         _writes("numbers", options["json_out"])
+    if _beside_a_teacher(checkpoint, parts, {"--relay-from": earlier, "--relay-fraction": fractions, "--plot": plot}, options):
+        return
     if earlier is None:
         if given := [name for name, value in (("--relay-fraction", fractions), ("--plot", plot)) if value is not None]:
             raise UsageError(given[0], got="no --relay-from", expected="an earlier checkpoint", do="Give --relay-from CHECKPOINT.")
@@ -190,6 +195,24 @@ def evaluate(checkpoint: Path, parts: Sequence[str], earlier: Path | None, fract
     run = next((p for p in checkpoint.resolve().parents if (p / "run.toml").exists()), Path())
     page = _writes("page", plot or run / "relay.html")
     jobs.relay_checkpoints(checkpoint, earlier, parts, fractions=fractions or "0.5", plot=page, say=click.echo, **options)
+
+
+def _beside_a_teacher(checkpoint: Path, parts: Sequence[str], others: dict[str, Any], options: dict[str, Any]) -> bool:
+    """The part of `eval` with --teacher; takes its options out of `options`. False when there is none."""
+    teacher, gap, shares = (options.pop(name) for name in ("teacher", "continuation_gap", "shares"))
+    if teacher is None:
+        if gap or shares:
+            raise UsageError("--continuation-gap" if gap else "--fractions", got="no --teacher", expected="a model to compare with",
+                             do="Give --teacher FOLDER.")  # fmt: skip
+        return False
+    others = others | {f"--{name.replace('_', '-')}": options[name] for name in ("suite", "top_p")} | {"--k": options["ks"]}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(given[0], got="it with --teacher", expected="one evaluation at a time", do="Leave one of them out.")
+    from nearpolicy.teacher_jobs import FRACTIONS, evaluate_with_teacher
+
+    taken = {name: options[name] for name in ("samples", "temperature", "json_out")}
+    evaluate_with_teacher(checkpoint, teacher, parts, gap=gap, fractions=shares or FRACTIONS, say=click.echo, **taken)
+    return True
 
 
 @cli.command()

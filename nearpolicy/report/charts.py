@@ -61,6 +61,11 @@ CHARTS = (
          Line("policy/kl_reference", "to reference")),
         text="how far the current policy is from the one that sampled the data, and from the reference",
     ),
+    Chart(
+        "kl-teacher", POLICY, "KL to the teacher",
+        (Line("distill/kl", "mean log ratio"), Line("distill/kl_k3", "k3"), Line("distill/abs_gap", "mean |log ratio|")),
+        text="token KL of the student to its teacher, estimated on the student's own tokens",
+    ),
     Chart("log-perplexity", POLICY, "Rollout log-perplexity", (Line("response/log_perplexity"),)),
     Chart("objective", POLICY, "Objective", (Line("policy/objective"),)),
     Chart("grad-norm", POLICY, "Gradient norm", (Line("train/grad_norm"),), log=True),
@@ -91,7 +96,8 @@ CHARTS = (
 """The named charts."""
 
 TIME_PARTS = (
-    ("time/sample_s", "sampling"), ("time/score_s", "scoring"), ("time/logprob_s", "log-probs"), ("time/update_s", "update"),
+    ("time/sample_s", "sampling"), ("time/score_s", "scoring"), ("time/logprob_s", "log-probs"),
+    ("time/teacher_s", "teacher"), ("time/update_s", "update"),
     ("time/eval_s", "evaluation"),
 )  # fmt: skip
 """Parts of the wall time and their names."""

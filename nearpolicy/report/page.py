@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from nearpolicy.report.charts import SECTIONS
+from nearpolicy.report.continuation import continuation_section
 from nearpolicy.report.payload import payload
 from nearpolicy.report.positions import position_section, truncation_section
 from nearpolicy.report.read import Run
@@ -44,6 +45,7 @@ def render(runs: Sequence[Run], scale: float = 1.0) -> str:
     body = [_header(runs), _notes(runs), _key_numbers(runs), _toolbar(runs)]
     body += [_section(name, [c for c in data["charts"] if c["section"] == name]) for name in SECTIONS]
     body += [position_section(runs, [run["positions"] for run in data["runs"]]), truncation_section(runs, scale)]
+    body += [continuation_section(runs)]
     body += [_time(runs), _samples(data), _alarms(runs, scale), _more(data["more"]), _config(runs, scale)]
     return "\n".join((
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',

@@ -31,6 +31,11 @@ FIGURES = (
     ("weight_mass", "Weight mass", ("weight_mass",)),
     ("gradient_share", "Gradient share", ("gradient_share",)),
     ("advantage_mass", "Advantage mass", ("advantage_mass",)),
+    ("kl_teacher", "Token KL to the teacher", ("kl_teacher",)),
+    ("prefix_log_ratio", "Prefix drift: log teacher / student", ("prefix_log_ratio",)),
+    ("prefix_logp_student", "Prefix log-likelihood, student", ("prefix_logp_student",)),
+    ("prefix_logp_teacher", "Prefix log-likelihood, teacher", ("prefix_logp_teacher",)),
+    ("signal_weight", "Weight on the teacher's signal", ("signal_weight",)),
     ("age", "Age", ("age",)),
     ("tokens", "Trained tokens", ("tokens",)),
 )

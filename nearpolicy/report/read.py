@@ -129,9 +129,9 @@ def read_run(path: Path, *, name: str | None = None) -> Run:
     if not rows.values and not rows.histograms:
         raise DataError(f"report: {metrics}", got="no whole train or eval row", expected="at least one", do="Wait for the first update of the run.")
     config_text = _text(path / "run.toml", notes)
-    table = _json_file(path / "metrics_table.json", notes, optional=True)
-    edges = _json_file(path / "histogram_edges.json", notes, optional=True)
-    environment = _json_file(path / "env.json", notes)
+    table = read_json(path / "metrics_table.json", notes, optional=True)
+    edges = read_json(path / "histogram_edges.json", notes, optional=True)
+    environment = read_json(path / "env.json", notes)
     return Run(
         name=name or path.resolve().name,
         path=path,
@@ -150,8 +150,8 @@ def read_run(path: Path, *, name: str | None = None) -> Run:
         samples=read_samples(path / "rollouts", notes),
         notes=notes,
         tables={key: [(step, values[step]) for step in sorted(values)] for key, values in rows.tables.items()},
-        position_edges=_edges(_json_file(path / "position_edges.json", notes, optional=True)),
-        truncation=_truncation(_json_file(path / "truncation_tokens.json", notes, optional=True)),
+        position_edges=_edges(read_json(path / "position_edges.json", notes, optional=True)),
+        truncation=_truncation(read_json(path / "truncation_tokens.json", notes, optional=True)),
     )
 
 
@@ -270,7 +270,8 @@ def _toml(text: str, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _json_file(path: Path, notes: list[str], *, optional: bool = False) -> Any:
+def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
+    """A file's JSON; None, and a note, when it cannot be read (no note for a missing `optional` one)."""
     if optional and not path.exists():
         return None
     text = _text(path, notes)
