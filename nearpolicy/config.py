@@ -33,6 +33,11 @@ def _none(value: Any) -> Any:
     return None if value == "none" else value
 
 
+def _options(section: BaseModel) -> dict[str, Any]:
+    """Extra keys of a section that names a row; "none" switches an option off, but is the name of a kernel."""
+    return {k: v if k == "kernel" else _none(v) for k, v in (section.__pydantic_extra__ or {}).items()}
+
+
 Off = BeforeValidator(_none)
 """TOML has no null: the word "none" switches off what is on by default."""
 Real = Annotated[float, BeforeValidator(_number)]
@@ -317,7 +322,7 @@ class Method(BaseModel):
     @property
     def options(self) -> dict[str, Any]:
         """The options given ("none" is None); defaults live in the row."""
-        return {k: _none(v) for k, v in (self.__pydantic_extra__ or {}).items()}
+        return _options(self)
 
 
 class ScoringModel(_Section):
@@ -377,7 +382,7 @@ class Distill(BaseModel):
     @property
     def options(self) -> dict[str, Any]:
         """The options given ("none" is None); defaults live in the row."""
-        return {k: _none(v) for k, v in (self.__pydantic_extra__ or {}).items()}
+        return _options(self)
 
 
 class Ratio(_Section):

@@ -139,6 +139,7 @@ _IW_OPTIONS = _PREFIX_WEIGHT | {
     "alpha": number(1.0, "exponent of the ideal weight", low=0),
     "partition": choice("position", "normaliser of the ideal weight: its mean at each position over the batch, or 1", ("position", "one")),
     "blend": flag(True, "1 + gamma * weight instead of the weight alone"),
+    "reverse": flag(False, "share of the drift before the token instead of what remains: late tokens up (a control)"),
 }
 
 _ROWS = (
@@ -367,6 +368,8 @@ def _settle(owner: str, o: dict[str, Any]) -> dict[str, Any]:
         kind = CORRECTIONS[o["correction"]]
         o["correction_low"] = kind.low if o["correction_low"] is None else o["correction_low"]
         o["correction_cap"] = kind.cap if o["correction_cap"] is None else o["correction_cap"]
+    if o.get("reverse") and o["weight"] == "ideal":
+        raise UsageError(f"{owner}: option reverse", got="true with weight = 'ideal'", expected="weight = 'surrogate'", do="Only a share has a rest.")
     for low, high in (("correction_low", "correction_cap"), ("floor", "cap")):
         if o.get(low) is not None and o[low] > o[high]:
             raise UsageError(f"{owner}: option {low}", got=o[low], expected=f"at most {high} = {o[high]}", do="Swap the bounds.")

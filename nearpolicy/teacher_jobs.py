@@ -1,7 +1,7 @@
 """Evaluation of a student beside its teacher: token KL and prefix drift by position, and the continuation gap. Also what Python users call.
 
 from nearpolicy.teacher_jobs import evaluate_with_teacher
-evaluate_with_teacher("runs/mine/checkpoints/step-000192", "tiny-teacher", gap=True)
+evaluate_with_teacher("runs/mine/checkpoints/step-000128", "tiny-teacher", gap=True)
 """
 
 import dataclasses

@@ -59,8 +59,8 @@ def index() -> str:
     common = method("grpo").row.all_options()
     lines += [
         "",
-        "The rows that need a teacher (" + ", ".join(f"`{n}`" for n in DISTILLATION) + ") are complete in `nearpolicy.policy_loss`; the trainer",
-        "of this version trains from rewards only and refuses them.",
+        "Of a teacher train " + ", ".join(f"`{n}`" for n in DISTILLATION) + "; every other method can have its signal mixed in: see",
+        "[distillation](../distillation.md).",
         "",
         "## Options of every row",
         "",
@@ -87,8 +87,6 @@ def page(row: Row, figures: dict[str, str], values: dict[str, list[str]], notes:
     else:
         lines += [f"- Advantages by the paper: {'divided' if row.normalize_std else 'not divided'} by the group's standard deviation "
                   "(`advantage.normalize_std` changes it)."]  # fmt: skip
-    if row.signal:
-        lines += ["", "Training from a teacher is not part of this version's trainer; `nearpolicy.policy_loss` has the whole row."]
     lines += ["", *(f"![{alt}](img/{row.name}-{kind}.svg)" for kind, alt in figures.items()), "", *shape_table(row)]
     lines += ["## Options", "", "| option | default here | paper | TRL 1.16 | verl 0.9 | meaning |", "|---|---|---|---|---|---|"]
     options = row.all_options()
@@ -110,8 +108,8 @@ def page(row: Row, figures: dict[str, str], values: dict[str, list[str]], notes:
 def usage(row: Row) -> list[str]:
     """A command, and a call of `policy_loss` that runs."""
     out = []
-    if not row.signal:
-        out += ["```console", f"$ nearpolicy train tiny method.name={row.name}", "```", ""]
+    start = "iw-opd" if row.signal else "tiny"
+    out += ["```console", f"$ nearpolicy train {start} method.name={row.name}", "```", ""]
     out += ["```python", "import torch", "", "import nearpolicy", "", "logp = torch.randn(4, 8).sub(6).requires_grad_()  # [responses, tokens]"]
     arguments = ["logp=logp", "logp_behavior=logp.detach() + 0.1 * torch.randn(4, 8)", "mask=torch.ones(4, 8, dtype=torch.bool)"]
     options = ""

@@ -51,7 +51,11 @@ def configuration_page() -> str:
             if model is configuration.Method:
                 lines += _method_section()
                 continue
+            if model is configuration.ScoringModel:  # a teacher of `teacher.routes`: its keys are the teacher's own
+                continue
             lines += ["", f"## `[{name}]`{_kind(name, model)}", "", _doc(model), "", *_table(model, f"{name}.")]
+            if model is configuration.Distill:
+                lines += ["| `distill.<option>` | as the row says | the row's | an option of the row `distill.name` |"]
     lines += ["", "## `[model.lora]`", "", _doc(configuration.Lora), "", *_table(configuration.Lora, "model.lora.")]
     for model in configuration._section_types(configuration.RelayRollout.model_fields["cut"].annotation):
         lines += ["", f"## `[rollout.cut]`{_kind('rollout.cut', model)}", "", _doc(model), "", *_table(model, "rollout.cut.")]

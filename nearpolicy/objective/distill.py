@@ -101,16 +101,17 @@ def partition(sides: Sides, *, alpha: float) -> dict[str, Tensor]:
 
 def iw_weight(
     sides: Sides, *, gamma: float, normalizer: str, signed: bool, weight: str, alpha: float, partition: str, blend: bool,
-    log_partition_L: Tensor | None,
+    log_partition_L: Tensor | None, reverse: bool = False,
 ) -> Tensor:  # fmt: skip
     """The IW-OPD weight of each token, [B, T].
 
     base = 1 - F_t (`weight = "surrogate"`) or r_t^alpha / Z_t (`"ideal"`; `partition = "one"` takes Z = 1); the weight is
-    1 + gamma * base with `blend` and base alone without.
+    1 + gamma * base with `blend` and base alone without. `reverse` takes the surrogate's F_t for 1 - F_t: the late tokens count more, a control.
     """
     d = sides.discrepancy()
     if weight == "surrogate":
         base = remaining_mass(d, sides.response_mask_BT, normalizer=normalizer, signed=signed)
+        base = 1.0 - base if reverse else base
     else:
         log_base = ideal_log_weight(d, alpha=alpha)
         if partition == "position":
@@ -123,12 +124,12 @@ def iw_weight(
 
 def iw_opd(
     sides: Sides, *, gamma: float, normalizer: str, signed: bool, weight: str, alpha: float, partition: str, blend: bool,
-    log_partition_L: Tensor | None,
+    log_partition_L: Tensor | None, reverse: bool = False,
 ) -> Signal:  # fmt: skip
     """Importance-weighted OPD: A_t = d_t, weighted by `iw_weight`."""
     w = iw_weight(
         sides, gamma=gamma, normalizer=normalizer, signed=signed, weight=weight, alpha=alpha, partition=partition, blend=blend,
-        log_partition_L=log_partition_L,
+        log_partition_L=log_partition_L, reverse=reverse,
     )  # fmt: skip
     return Signal(sides.discrepancy(), w)
 

@@ -72,6 +72,11 @@ class Stepper:
         self.done = 0
         """Updates that the weights contain; moves together with them."""
 
+    @property
+    def method(self) -> Method:
+        """The method, at the share of training of the last update."""
+        return self.distillation.method
+
     def update(self, batch: Batch, step: int) -> StepResult:
         """Update number `step` (from 0) on this batch.
 

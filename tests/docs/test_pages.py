@@ -141,12 +141,13 @@ def test_internal_links_resolve(page):
         assert not anchor or anchor in anchors(path), target
 
 
-SECTIONS = "model|task|rollout|schedule|method|ratio|advantage|train|eval|checkpoint|log"
-METRICS = "reward|eval|response|policy|ratio|weight|correction|m2po|advantage|stale|relay|demonstration|data|time|train"
+SECTIONS = "model|task|rollout|schedule|method|teacher|reference|distill|ratio|advantage|train|eval|checkpoint|log"
+METRICS = "reward|eval|response|policy|ratio|weight|correction|m2po|advantage|stale|relay|demonstration|distill|data|time|train"
 
 
 def settings():
     options = {f"method.{name}" for row in METHODS.values() for name in row.all_options()}
+    options |= {f"distill.{name}" for row in METHODS.values() if row.signal is not None for name in row.all_options()}
     return {*known_keys(), *options, "model.lora", "rollout.cut", "rollout.demonstrations"}
 
 

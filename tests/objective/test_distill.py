@@ -163,3 +163,14 @@ def test_an_empty_response_is_no_sequence():
     alone = policy_loss("iw_opd", logp=STUDENT[:1], logp_behavior=STUDENT[:1], mask=mask[:1], logp_teacher=TEACHER[:1])
     assert out.loss == alone.loss
     assert out.metrics["data/empty_rows"].value == 1
+
+
+def test_reversed_weights_are_the_mirror_of_the_surrogate():
+    logp = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)).requires_grad_()
+    teacher = (logp + torch.tensor([[-0.1, 0.2, -0.3, 0.1]])).detach()
+    columns = {"logp": logp, "logp_behavior": logp.detach(), "logp_teacher": teacher, "mask": torch.ones(1, 4, dtype=torch.bool)}
+    forward, back = (policy_loss(method("iw_opd", gamma=1.0, reverse=r), **columns).weight for r in (False, True))
+    assert torch.allclose(forward + back, torch.full((1, 4), 3.0, dtype=torch.float64))
+    assert torch.allclose(back, torch.tensor([[1.0, 1 + 1 / 6, 1.5, 2.0]], dtype=torch.float64))
+    with pytest.raises(UsageError, match="reverse"):
+        method("iw_opd", reverse=True, weight="ideal")
