@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.protocols import Request, SamplingParams
 from nearpolicy.rollout import Array, Rollout, Source, StopReason
-from nearpolicy.sampler.cache import CachedForward, RecomputeForward
+from nearpolicy.sampler.cache import CachedForward, Forward, RecomputeForward
 from nearpolicy.sampler.rows import Row, Rows
 from nearpolicy.sampler.stops import StopStrings
 from nearpolicy.sampler.weights import copy_weights, named, weights_digest
@@ -93,12 +94,18 @@ class TorchSampler:
             with self._evaluating(), self._forward.attention():
                 try:
                     Rows(
-                        waiting, params, forward=self._forward, max_rows=self.max_rows, device=self.model.device, stops=self._stop_strings(params)
-                    ).run()
+                        waiting, params, forward=self._sharing(waiting), max_rows=self.max_rows, device=self.model.device,
+                        stops=self._stop_strings(params),
+                    ).run()  # fmt: skip
                 except BaseException:
                     self._forward.release()
                     raise
         return self._rollouts(rows, params)
+
+    def _sharing(self, rows: Sequence[Row]) -> Forward:
+        """The forward, with prefixes computed once where several rows of a prompt go on from one Prefix object."""
+        pairs = [(id(row.prompt), id(row.prefix)) for row in rows if row.prefix is not None]
+        return self._forward if len(set(pairs)) == len(pairs) else _SharedPrefixes(self._forward)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -201,3 +208,22 @@ class TorchSampler:
             texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
             return texts
         return [self.tokenizer.decode(i, skip_special_tokens=True, clean_up_tokenization_spaces=False) for i in ids]
+
+
+class _SharedPrefixes:
+    """A forward to which a prompt and a prefix that several rows have in common are one prompt, computed once and copied."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self.reserve, self.decode, self.move = forward.reserve, forward.decode, forward.move
+
+    def admit(self, prompts: Sequence[Tensor], prefixes: Sequence[Tensor | None], first_slot: int) -> Tensor:
+        """As `Forward.admit`; equal prefixes are views of one array."""
+        keys = [None if prefix is None else (id(prompt), prefix.data_ptr(), len(prefix)) for prompt, prefix in zip(prompts, prefixes, strict=True)]
+        count = Counter(keys)
+        whole: dict[Any, Tensor] = {}
+        out_prompts, out_prefixes = list(prompts), list(prefixes)
+        for row, (key, prompt, prefix) in enumerate(zip(keys, prompts, prefixes, strict=True)):
+            if prefix is not None and len(prefix) and count[key] > 1:
+                out_prompts[row], out_prefixes[row] = whole.setdefault(key, torch.cat([prompt, prefix])), None
+        return self._forward.admit(out_prompts, out_prefixes, first_slot)

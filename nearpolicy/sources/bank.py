@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,9 @@ class SeedBank:
         low, high = int(start_R[0]), int(start_R[-1])
 
         def read(name: str, dtype: Any) -> Array:
-            column: Array = np.asarray(self._file.get_slice(name)[low:high]).astype(dtype)
-            return column
+            # safetensors refuses an empty slice.
+            column: Array = np.asarray(self._file.get_slice(name)[low:high]) if high > low else np.zeros(0)
+            return column.astype(dtype)
 
         token, logp = read("token_N", np.int64), read("logp_N", np.float32)
         entropy = read("entropy_N", np.float32) if self._has_entropy else None
@@ -171,7 +173,8 @@ def _written(path: Path, save: Callable[[Path], None]) -> None:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error) or "os error 122" in str(error)
         raise CheckpointError(f"seed bank {path}", got="no space left on the device" if full else " ".join(str(error).split()),
                               expected="room to write", do="Free space, then go on with --resume.") from error  # fmt: skip
