@@ -86,6 +86,9 @@ def _refuse_places(config: Config) -> None:
         if scorer.path is None:
             raise UsageError(f"{key}.path", got="none", expected="the teacher's folder (with a server: that of its tokenizer)",
                              do="Without its vocabulary no log-prob can be compared.")  # fmt: skip
+        if scorer.server is not None and scorer.extra_rows == "drop":
+            raise UsageError(f"{key}.extra_rows", got="drop with a server", expected="refuse", do="A server's distribution is over all its "
+                             "rows: load the teacher into this process.")  # fmt: skip
         if scorer.server is not None and temperature != 1:
             raise UsageError(f"{key}.server", got=f"temperature {temperature:g}", expected="1: a server gives log-probs of the unscaled distribution",
                              do="Set teacher.temperature=1 or rollout.temperature=1, or load the teacher into this process.")  # fmt: skip

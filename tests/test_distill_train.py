@@ -79,6 +79,12 @@ def test_equal_models_have_no_gradient_at_all(models, tmp_path, method, more):
     assert moved(tmp_path / "r", models, step=2) == 0.0
 
 
+@pytest.mark.parametrize("more", [["model.lora.rank=2"], ["rollout.source=relay", "rollout.refresh=2"], ["model.shared_prompts=off"]])
+def test_equal_models_have_no_gradient_with_adapters_relays_or_plain_rows(models, tmp_path, more):
+    run(models, tmp_path / "r", *more, teacher="student")
+    assert [r["train/grad_norm"] for r in rows(tmp_path / "r")] == [0.0] * 4
+
+
 def test_equal_models_have_no_gradient_over_the_full_vocabulary(models, tmp_path):
     run(models, tmp_path / "r", "teacher.signal=full_vocabulary", teacher="student")
     assert [r["train/grad_norm"] for r in rows(tmp_path / "r")] == [0.0] * 4
@@ -289,6 +295,7 @@ def test_no_memory_for_the_teacher_is_one_clear_line(models, tmp_path, monkeypat
         (["teacher.signal=full_vocabulary"], {"method": "exopd"}, "full_vocabulary"),
         (['teacher.server="http://127.0.0.1:1"', "rollout.temperature=0.5"], {}, "temperature"),
         (['teacher.server="127.0.0.1:1"'], {}, "http"),
+        (['teacher.server="http://127.0.0.1:1"', "teacher.extra_rows=drop"], {}, "extra_rows"),
         (["teacher.column=who"], {}, "teacher.routes"),
         (["rollout.dynamic_sampling=true"], {}, "dynamic_sampling"),
         (["rollout.overlong_buffer=2"], {}, "overlong_buffer"),
@@ -311,3 +318,35 @@ def test_check_says_what_the_teacher_costs(models):
     done = CliRunner().invoke(cli, ["check", *parts(models)])
     assert done.exit_code == 0, done.output
     assert "# teacher: " in done.output
+
+
+def test_eval_beside_a_teacher_measures_and_shows_in_the_report(models, opd, tmp_path):
+    checkpoint = str(opd / "checkpoints" / "step-000004")
+    words = ["eval", checkpoint, "--teacher", str(models["teacher"]), "task.heldout=4", "--samples", "2"]
+    done = CliRunner().invoke(cli, [*words, "--continuation-gap", "--fractions", "0,0.5,1", "--json", str(tmp_path / "n.json")])
+    assert done.exit_code == 0, done.output
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert [row["fraction"] for row in numbers["continuation_gap"]] == [0.0, 0.5, 1.0]
+    assert numbers["continuation_gap"][-1]["gap"] == [0.0, 0.0, 0.0]
+    assert len(numbers["kl_by_tenth"]) == len(numbers["prefix_log_ratio_by_tenth"]) == 10
+    assert json.loads((opd / "continuation" / "step-000004.json").read_text()) == numbers
+    report = CliRunner().invoke(cli, ["report", str(opd), "--out", str(tmp_path / "page.html")])
+    assert report.exit_code == 0, report.output
+    page = (tmp_path / "page.html").read_text()
+    assert 'id="continuation"' in page
+    assert "Token KL to the teacher" in page
+    same_model = CliRunner().invoke(cli, ["eval", checkpoint, "--teacher", checkpoint, "task.heldout=4", "--json", str(tmp_path / "s.json")])
+    assert same_model.exit_code == 0, same_model.output
+    assert json.loads((tmp_path / "s.json").read_text())["kl"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--continuation-gap"], "no --teacher"), (["--teacher", "x", "--k", "1"], "--k"), (["--teacher", "nowhere"], "no such folder"),
+     (["--teacher", "tiny", "--fractions", "2"], "--fractions")],
+)  # fmt: skip
+def test_eval_beside_a_teacher_refuses_in_one_line(models, words, message):
+    done = CliRunner().invoke(cli, ["eval", str(models["student"]), *words])
+    assert done.exit_code in (1, 2)
+    assert message in done.output
+    assert len(done.output.strip().splitlines()) == 1
