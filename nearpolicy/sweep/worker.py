@@ -36,7 +36,9 @@ def main() -> None:
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     with suppress(KeyboardInterrupt, BrokenPipeError):
         import nearpolicy.jobs  # noqa: F401  (the seconds of the import are the worker's, not the first run's)
+        from nearpolicy.trainer.rundir import commit
 
+        commit()  # of the code that was imported just now
         _say(channel, {"status": "ready", "seconds": time.perf_counter() - began})
         for line in sys.stdin:
             answer = _serve(json.loads(line))

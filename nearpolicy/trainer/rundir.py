@@ -7,6 +7,7 @@ truncation_tokens.json (relayed runs), evaluations/, rollouts/, checkpoints/, re
 import dataclasses
 import errno
 import fcntl
+import functools
 import gzip
 import json
 import os
@@ -192,8 +193,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def commit() -> str | None:
-    """Git commit of the source tree this package is imported from, with `+changes` for uncommitted ones; None outside a checkout."""
+    """Git commit of the source tree this package is imported from, with `+changes` for uncommitted ones; None outside a checkout.
+
+    As it was at the first call: a process that trains for hours runs the code it imported, whatever is checked out meanwhile.
+    """
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Sweeps that train: equal to runs on their own, stopped and gone on with, killed, warm started."""
+"""Sweeps that train: equal to runs on their own, stopped and gone on with, warm started."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory):
 def drive(plan, out, *, resume=False, meanwhile=None):
     with sweep_directory(out, plan, resume=resume):
         own = Driver(plan=plan, out=out, jobs=1, board=Board(len(plan.runs), done=0, jobs=1))
-        thread = threading.Thread(target=meanwhile, args=(own,), daemon=True) if meanwhile else None
+        thread = threading.Thread(target=meanwhile, daemon=True) if meanwhile else None
         if thread:
             thread.start()
         try:
@@ -67,8 +67,8 @@ def when(ready, action, seconds=120):
 
 
 @pytest.mark.slow
-def test_stopped_killed_and_gone_on_with_every_run_is_the_run_on_its_own(tiny, tmp_path):
-    """One run is stopped by Ctrl-C in the middle, the process of the other is killed; both end as if nothing had been. One has a warm start."""
+def test_stopped_and_gone_on_with_every_run_is_the_run_on_its_own(tiny, tmp_path):
+    """A run is stopped by Ctrl-C in the middle and gone on with; another has a warm start and follows in the same process."""
     seeds = [0, {"seed": 1, "model.path": "mine"}]
     plan = plan_of(base={**SMALL, "model": {"path": str(tiny)}}, seeds=seeds, keep_checkpoints=True,
                    warm_start=[{"name": "mine", "seed": 2, "steps": 3, "gate": [0, 1]}])  # fmt: skip
@@ -76,20 +76,13 @@ def test_stopped_killed_and_gone_on_with_every_run_is_the_run_on_its_own(tiny, t
     first, second = (out / "runs" / run.name for run in plan.runs)
 
     with pytest.raises(SweepStopped):
-        drive(plan, out, meanwhile=lambda _: when(lambda: updates_in(first) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        drive(plan, out, meanwhile=lambda: when(lambda: updates_in(first) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT)))
     (checkpoint,) = (first / "checkpoints").iterdir()
     assert 2 <= int(checkpoint.name[5:]) < 8
     assert json.loads((first / "status.json").read_text())["status"] == "interrupted"
 
-    def kill(own):
-        when(lambda: updates_in(second) >= 1, lambda: os.kill(own.workers[0].process.pid, signal.SIGKILL))
-
-    own = drive(plan, out, resume=True, meanwhile=kill)
-    assert [is_finished(p) for p in (first, second)] == [True, False]
-    assert own.failures[second.name].startswith("its process died (SIGKILL)")
-
     own = drive(plan, out, resume=True)
-    assert (own.ended, own.failures) == (1, {})
+    assert (own.ended, own.failures) == (2, {})
     warm = out / "warm_starts" / "mine"
     assert json.loads((warm / "sft.json").read_text())["options"]["steps"] == 3
     assert tomllib.loads((second / "run.toml").read_text())["model"]["path"] == str(warm)
