@@ -31,6 +31,7 @@ from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.schedule.sync import SyncOptions, SyncSchedule
 from nearpolicy.sources.demonstrations import DemonstrationSource
 from nearpolicy.tasks.arithmetic import ArithmeticTask
+from nearpolicy.tasks.code import check_rewards, code_task
 from nearpolicy.tasks.functions import Reward, RewardSpec
 from nearpolicy.tasks.optional import OptionalAnswers
 from nearpolicy.tasks.order import PromptOrder
@@ -93,10 +94,14 @@ def build_task(config: Config) -> tuple[Task, RewardSpec]:
         task = ArithmeticTask(modulus=t.modulus, num_ops=t.num_ops, strategies=t.strategies, heldout=t.heldout, seed=config.seed)
     elif t.kind == "reasoning_gym":
         task = GymTask(t.name, t.options, seed=config.seed, heldout=max(t.heldout, 1), verifier=t.verifier)
+    elif t.kind == "code":
+        spec = spec or RewardSpec.single("code", **t.options)
+        task = code_task(t.path, heldout_path=t.heldout_path, heldout=t.heldout, prompt_column=t.prompt_column, split=t.split, reward=spec)
     else:
         columns = Columns(prompt=t.prompt_column, answer=t.answer_column)
         task = FileTask(t.path, heldout_path=t.heldout_path, heldout=t.heldout, columns=columns, reward=spec, split=(t.split, t.split), seed=0,
                         answers=not answers_optional(config))  # fmt: skip
+    check_rewards(spec or task.reward, t.deadline)
     return task, spec or task.reward
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from nearpolicy.tasks.sandbox import MEMORY_MB, TIMEOUT_S, TOTAL_S
+
 MOST_RESPONSES = 1_048_576
 """Responses in one rollout batch."""
 MOST_TOKENS = 1_000_000
@@ -82,7 +84,7 @@ class Reward(_Section):
     """One reward function."""
 
     function: str
-    """`exact`, `number`, `math_verify`, `arithmetic`, or an import path `package.module:function` or `file.py:function` with the signature
+    """`exact`, `number`, `math_verify`, `code`, `arithmetic`, or an import path `package.module:function` or `file.py:function` with the signature
     (prompts, completions, **columns) -> list of float or None."""
     weight: Real = Field(1.0, ge=-1e6, le=1e6)
     """Its weight in the sum over the functions that did not abstain."""
@@ -153,7 +155,38 @@ class RowsTask(_Task):
     """Split of a data set folder."""
 
 
-Task = Annotated[ArithmeticTask | ReasoningGymTask | RowsTask, Field(discriminator="kind")]
+class CodeTask(_Task):
+    """Problems that are solved by a program, which is run against the tests of its row in a sandbox (needs bubblewrap)."""
+
+    kind: Literal["code"]
+    path: str = "problems"
+    """File or folder of the training rows, or `problems`: the small ones that ship."""
+    heldout_path: str | None = None
+    """File or folder of the held-out rows; None splits `heldout` rows off by a keyed hash (the shipped problems have their own)."""
+    prompt_column: str | None = None
+    """Column of the prompt; None looks for prompt, question, problem or messages."""
+    split: str | None = None
+    """Split of a data set folder."""
+    deadline: Real = Field(20.0, gt=0, le=86_400)
+    """Seconds a reward may take for one response before its worker is killed; above `total` + `timeout`."""
+    timeout: Real = Field(TIMEOUT_S, gt=0, le=3600)
+    """Seconds for each test of a program."""
+    total: Real = Field(TOTAL_S, gt=0, le=3600)
+    """Seconds for all tests of a program together; those not begun by then have failed."""
+    memory_mb: Whole = Field(MEMORY_MB, ge=64, le=1_048_576)
+    """MiB of memory for a program."""
+    partial: Flag = False
+    """Reward the share of the tests passed instead of all or nothing."""
+    allow_unsandboxed: Flag = False
+    """Run programs without walls where there is no sandbox: they can then do whatever this process may do."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the verifier."""
+        return {name: getattr(self, name) for name in ("timeout", "total", "memory_mb", "partial", "allow_unsandboxed")}
+
+
+Task = Annotated[ArithmeticTask | ReasoningGymTask | RowsTask | CodeTask, Field(discriminator="kind")]
 
 
 class LengthRatioCut(_Section):
@@ -529,7 +562,7 @@ def _kinds(tag: str, *variants: type[BaseModel]) -> Kinds:
 
 
 VARIANTS: dict[str, Kinds] = {
-    "task": _kinds("kind", ArithmeticTask, ReasoningGymTask, RowsTask),
+    "task": _kinds("kind", ArithmeticTask, ReasoningGymTask, RowsTask, CodeTask),
     "rollout": _kinds("source", FreshRollout, RelayRollout),
     "rollout.cut": _kinds("kind", LengthRatioCut, TopEntropyCut, RandomRatioCut, FunctionCut),
     "schedule": _kinds("kind", SyncSchedule),

@@ -53,6 +53,8 @@ class Benchmark(BaseModel):
         if not Path(self.path).exists():
             raise UsageError(f"benchmark {self.name!r}", got=f"no {self.path}", expected="its rows there", do="Put the data there or edit the suite.")
         task: dict[str, Any] = {"kind": "rows", "path": self.path, "heldout_path": self.path, "rewards": [{"function": self.reward}]}
+        if self.reward == "code":
+            task = {"kind": "code", "path": self.path, "heldout_path": self.path}
         named = {"prompt_column": self.prompt_column, "answer_column": self.answer_column, "system_prompt": self.system_prompt}
         task |= {k: v for k, v in named.items() if v is not None}
         evaluation = {"samples": self.samples, "k": list(self.k), "temperature": self.temperature, "top_p": self.top_p, **overrides}

@@ -28,6 +28,7 @@ VERIFIERS: dict[str, str] = {
     "math_verify": "nearpolicy.tasks.verifiers:math_verify",
     "reasoning_gym": "nearpolicy.tasks.reasoning_gym:own_score",
     "arithmetic": "nearpolicy.tasks.arithmetic:arithmetic",
+    "code": "nearpolicy.tasks.code:code",
 }
 """Short names of the verifiers that come with the package."""
 

@@ -7,7 +7,7 @@ loaded; every complaint names file and line. Reward workers may import this modu
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,6 +103,8 @@ class Columns:
     """None: answer, ground_truth, solution, reward_model.ground_truth."""
     id: str | None = None
     """None: `id` where there is one, else file and line."""
+    adapt: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+    """(place, record) -> the record that is read in its stead; it may refuse one with a DataError."""
 
 
 def load_rows(path: str | Path, *, columns: Columns | None = None, needs_answer: bool = False, split: str | None = None) -> list[Row]:
@@ -121,6 +123,7 @@ def load_rows(path: str | Path, *, columns: Columns | None = None, needs_answer:
     seen: dict[str, str] = {}
     names: tuple[str, str | None] | None = None
     for where, record in read_records(path, split=split):
+        record = columns.adapt(where, record) if columns.adapt else record
         names = names or _find_columns(path, record, columns, needs_answer)
         row = _row(where, record, names, columns.id, needs_answer)
         if row.id in seen:

@@ -21,7 +21,8 @@ def protocol(name):
 def test_the_protocols_are_the_papers():
     assert NAMES == ["iw-opd", "thinking-seeds", "vespo"]
     assert protocol("vespo") == {"aime24": (32, 1.0, 0.7), "aime25": (32, 1.0, 0.7), "amc23": (16, 1.0, 0.7), "math500": (4, 1.0, 0.7)}
-    assert protocol("iw-opd") == {"aime24": (32, 1.0, 1.0), "aime25": (32, 1.0, 1.0), "hmmt25": (32, 1.0, 1.0)}
+    assert protocol("iw-opd") == {"aime24": (32, 1.0, 1.0), "aime25": (32, 1.0, 1.0), "hmmt25": (32, 1.0, 1.0),
+                                  "humanevalplus": (1, 1.0, 1.0), "mbppplus": (1, 1.0, 1.0)}  # fmt: skip
     assert set(protocol("thinking-seeds")) == {"aime24", "aime25"}
 
 
@@ -31,7 +32,7 @@ def test_every_shipped_suite_can_be_evaluated_by_who_has_the_data(name):
         assert all(1 <= k <= b.samples for k in b.k)
         assert Path(b.path).is_absolute()
         assert Path(b.path).parent == Path("~/data").expanduser()
-        assert b.reward == "math_verify"
+        assert b.reward == ("code" if b.name in ("humanevalplus", "mbppplus") else "math_verify")
 
 
 @pytest.fixture
