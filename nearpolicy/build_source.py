@@ -51,8 +51,10 @@ def build_source(
     r = config.rollout
     source: RolloutSource = FreshSource(sampler, params)
     if isinstance(r, RelayRollout):
+        shared = r.prefix == "shared_in_group"
+        seeds = 1 if shared else max(1, r.relayed)
         options = RelayOptions(
-            refresh=r.refresh, relayed=r.relayed, shared=r.prefix == "shared_in_group", groups=r.stored_groups, chunk=r.prompts,
+            refresh=r.refresh, relayed=r.relayed, shared=shared, groups=r.stored_groups, chunk=max(1, r.max_rows // seeds),
             entropy=not isinstance(r.cut, LengthRatioCut | RandomRatioCut),
         )  # fmt: skip
         source = RelaySource(sampler, params, build_cut(r.cut), options=options, folder=folder, run=fingerprint(config))

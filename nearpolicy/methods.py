@@ -54,6 +54,11 @@ _M2PO = {
     "budget": number(0.04, "largest mean squared log ratio of the trust-region candidates, nats^2", low=0, above=True),
     "variant": choice("paper", "how dropped tokens count against the budget", ("paper", "released_code")),
 }
+_LUFFY = _clip(0.2, 0.2) | {
+    "gamma": number(0.1, "shape of the demonstration weight gamma p / (p + gamma)^2", low=0, above=True),
+    "variant": choice("paper", "released_script: clip_low = clip_high = None and aggregate = constant, unless they are set",
+                      ("paper", "released_script")),
+}  # fmt: skip
 _GMPO = {
     "clip_low": number(0.4, "largest fall of a token's log ratio, nats, where A < 0", low=0),
     "clip_high": number(0.4, "largest rise of a token's log ratio, nats, where A >= 0", low=0),
@@ -97,6 +102,8 @@ class Row:
     baseline: str | None = "mean"
     """Baseline of group advantages; None where the method needs no reward."""
     options: Mapping[str, Option] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Value of the option `variant` -> defaults of other options under it."""
     signal: Callable[..., Signal] | None = None
     signal_options: tuple[str, ...] = ()
 
@@ -203,10 +210,11 @@ _ROWS = (
         "the released code acts per micro-batch.",
     ),
     Row(
-        name="luffy", kernel="luffy", aggregate="token_mean", normalize_std=False,
-        options=_clip(0.2, 0.2) | {"gamma": number(0.1, "shape of the demonstration weight gamma p / (p + gamma)^2", low=0, above=True)},
+        name="luffy", kernel="luffy", aggregate="token_mean", normalize_std=False, options=_LUFFY,
+        variants={"released_script": {"clip_low": None, "clip_high": None, "aggregate": "constant"}},
         formula="phi = r with the PPO clip; demonstrations: gamma p / (p + gamma)^2", source="LUFFY, arXiv 2504.14945, eq. 7 to 10",
-        differences="The released script runs unclipped (clip_low = clip_high = None) and divides by the padded length.",
+        differences="variant = released_script runs unclipped and divides by the response limit, as the released script does (which leaves out "
+        "the division by the number of sequences).",
     ),
     Row(
         name="opd", kernel="ppo", aggregate="token_mean", normalize_std=False, baseline=None, options=_DISTILL | _OPD_OPTIONS, signal=distill.opd,
@@ -338,7 +346,9 @@ def method(name: str, **options: Any) -> Method:
     row = METHODS.get(name)
     if row is None:
         raise UsageError("method", got=repr(name), expected="a known method", do=nearest(name, METHODS))
-    kernel = row.kernel
+    given, kernel = options, row.kernel
+    if "variant" in options and isinstance(options["variant"], str):
+        options = {**row.variants.get(options["variant"], {}), **options}
     if row.signal is not None:
         kernel = resolve(f"method {name!r}", _DISTILL, {k: v for k, v in options.items() if k == "kernel"})["kernel"]
     values = _settle(f"method {name!r}", resolve(f"method {name!r}", row.all_options(kernel), options))
@@ -346,7 +356,7 @@ def method(name: str, **options: Any) -> Method:
     return Method(
         row,
         frozen,
-        MappingProxyType(dict(options)),
+        MappingProxyType(dict(given)),
         Parts(kernel=KERNELS[kernel], signal=row.signal, signal_options=row.signal_options, options=frozen),
     )
 

@@ -514,3 +514,21 @@ def test_what_is_on_the_edge_is_taken():
 def test_options_that_leave_the_floats_are_refused(name, options, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         method(name, **options)
+
+
+def test_a_variant_is_a_set_of_defaults_under_one_name():
+    """LUFFY's released script: unclipped, divided by the response limit; what is set by hand stays."""
+    paper, released = method("luffy"), method("luffy", variant="released_script")
+    assert (paper.options["clip_low"], paper.options["clip_high"], paper.options["aggregate"]) == (0.2, 0.2, "token_mean")
+    assert (released.options["clip_low"], released.options["clip_high"], released.options["aggregate"]) == (None, None, "constant")
+    assert method("luffy", variant="released_script", clip_high=0.3).options["clip_high"] == 0.3
+    longer = released.with_options(max_length=8)
+    assert longer.options == {**released.options, "max_length": 8}
+    g = torch.Generator().manual_seed(0)
+    data = {"logp": -torch.rand(2, 8, generator=g), "logp_behavior": -torch.rand(2, 8, generator=g), "advantage": torch.tensor([1.0, -1.0]),
+            "mask": torch.ones(2, 8, dtype=torch.bool), "off_policy": torch.tensor([True, False])}  # fmt: skip
+    by_hand = policy_loss("luffy", **data, options={"clip_low": None, "clip_high": None, "aggregate": "constant", "max_length": 8})
+    assert torch.equal(policy_loss(longer, **data).loss, by_hand.loss)
+    assert not torch.equal(policy_loss("luffy", **data).loss, by_hand.loss)
+    with pytest.raises(UsageError, match="released_scrip"):
+        method("luffy", variant="released_scrip")

@@ -28,3 +28,8 @@ def hangs_sometimes(prompts, completions, **columns):
     if len(completions[0]) % 2:
         time.sleep(3600)
     return [float(len(completions[0])) / 8]
+
+
+def digits(prompts, completions, **columns):
+    """Share of digits: a random model's responses all differ in it."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
