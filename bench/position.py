@@ -3,31 +3,39 @@
     python -m bench.position                    # SmolLM2-135M's shape and the tiny default
     python -m bench.position --only tiny
 
-SmolLM2-135M has random weights (speed does not depend on them) and a batch of 32 responses of 256 tokens to prompts of 64; the tiny default has 32
-responses of 38 tokens. A share is the time of the tables (for every micro-batch, merged, and one in fifty times read as a row of the log) by that
-of the update that contains them; targets: 1 % of the SmolLM2 update, 1 ms of the tiny one.
+SmolLM2-135M has random weights (speed does not depend on them) and 64 responses of 16 tokens to prompts of 50, as in `bench/update.py`; the tiny
+default has 64 responses of 38 tokens. One thread and its processor time, so that others on the machine count as little as they can. A share is the
+time of the tables (one for every micro-batch, merged, and one in fifty times read as a row of the log) by that of the update that contains them;
+targets: 1 % of the SmolLM2 update, 1 ms of the tiny one.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bench.common import Range, bound_verdict
-from bench.update import _batch, _seconds, _smollm2, _stepper
+from bench.update import _batch, _smollm2, _stepper
 from nearpolicy.diagnostics.position import PositionLog, position_table
 from nearpolicy.methods import policy_loss
 
-SHAPES = {"smollm2": (32, 8, 64, 256, 49_152), "tiny": (32, 8, 26, 38, 32)}
+SHAPES = {"smollm2": (64, 8, 50, 16, 49_152), "tiny": (64, 8, 26, 38, 32)}
 """Rows, group size, prompt and response tokens, vocabulary."""
 EVERY = 50
 """Updates for each row of the log that carries tables (a run writes about fifty; this many updates are its shortest)."""
 
 
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
 def measure(name: str, *, repeat: int) -> dict[str, Any]:
-    """Updates and tables of one shape in turns: seconds of both."""
+    """Updates and tables of one shape in turns: processor seconds of both."""
     from nearpolicy.build import model_folder
     from nearpolicy.policy.hf import load_model
 
@@ -66,10 +74,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(SHAPES))
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(words)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     for name in [args.only] if args.only else SHAPES:
         got = measure(name, repeat=args.repeat)
         share, table = Range.of(got["shares"]), Range.of(got["table_ms"])

@@ -91,14 +91,14 @@ def position_table(
     def take(column: Tensor) -> Tensor:
         return column.expand_as(mask_BT).reshape(-1).index_select(0, trained_N)
 
-    log_ratio_N = take(seen.log_ratio_BT)
+    log_ratio_N, entropy_N = take(seen.log_ratio_BT), take(entropy_BT)
     columns: dict[str, Tensor | float] = {
         "tokens": 1.0,
-        "entropy": take(entropy_BT),
+        "entropy": entropy_N,
         "clipped": take(seen.phi == 0),
         "weight": take(seen.weight_BT),
         "advantage": take(seen.advantage_BT).abs(),
-        "gradient": take(seen.coefficient_BT).abs() * logit_gradient_norm(take(logp_BT), take(entropy_BT)),
+        "gradient": take(seen.coefficient_BT).abs() * logit_gradient_norm(take(logp_BT), entropy_N),
         "own": take(own_BT),
         "surprisal": -take(batch.logp_behavior_BT),
         "log_ratio": log_ratio_N,
@@ -109,9 +109,9 @@ def position_table(
         "entropy_behavior": 0.0,
     }
     if batch.entropy_behavior_BT is not None:
-        entropy_N = take(batch.entropy_behavior_BT)
-        columns["entropy_known"] = entropy_N.isfinite()
-        columns["entropy_behavior"] = entropy_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
+        behavior_N = take(batch.entropy_behavior_BT)
+        columns["entropy_known"] = behavior_N.isfinite()
+        columns["entropy_behavior"] = behavior_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
     layout = LAYOUT
     if taught is not None:
         layout = TEACHER_LAYOUT
@@ -121,8 +121,9 @@ def position_table(
         row_N.copy_(column) if isinstance(column := columns[name], Tensor) else row_N.fill_(column)
     if own_BT is not mask_BT:  # demonstrations have no behaviour policy, ratio or age
         values_RN[LAYOUT.rows.index("own") :].masked_fill_(~take(own_BT), 0.0)
-    response_BT = batch.response_mask_BT
-    return Table(_sums(values_RN, take(position.bins(response_BT, RELATIVE_BINS)), take(position.token_bins(response_BT))), layout)
+    index_N = take(batch.position_BT)
+    relative_N = position.bin_of(index_N, take(batch.response_mask_BT.sum(1, keepdim=True)), RELATIVE_BINS)
+    return Table(_sums(values_RN, relative_N, position.token_bin_of(index_N)), layout)
 
 
 def _teacher_columns(taught: Taught, response_mask_BT: Tensor) -> dict[str, Tensor]:
@@ -142,9 +143,8 @@ def _teacher_columns(taught: Taught, response_mask_BT: Tensor) -> dict[str, Tens
 def _sums(values_RN: Tensor, relative_N: Tensor, token_N: Tensor) -> Tensor:
     """Sums over the bins of both axes, [rows, bins]: one pass over their product, folded afterwards."""
     R, A = len(values_RN), len(position.TOKEN_EDGES) + 1
-    cells = RELATIVE_BINS * A
-    place_RN = torch.arange(R, device=values_RN.device)[:, None] * cells + (relative_N * A + token_N)
-    sums = values_RN.new_zeros(R * cells).index_add_(0, place_RN.reshape(-1), values_RN.reshape(-1)).view(R, RELATIVE_BINS, A)
+    cell_N = relative_N * A + token_N
+    sums = values_RN.new_zeros(R, RELATIVE_BINS * A).scatter_add_(1, cell_N.expand(R, -1), values_RN).view(R, RELATIVE_BINS, A)
     return torch.cat([sums.sum(2), sums.sum(1)], 1)
 
 

@@ -5,6 +5,7 @@ Positions count response tokens that exist (`response_mask`), from 0; a token ma
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,15 +38,27 @@ def relative(response_mask_BT: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
 
 def bins(response_mask_BT: Bool[Tensor, "B T"], num_bins: int = 10) -> Int[Tensor, "B T"]:
     """Bin of relative position, min(num_bins - 1, floor(num_bins * t / length)) in whole numbers; -1 outside the response."""
-    length = response_mask_BT.sum(1, keepdim=True).clamp(min=1)
-    bin_BT = (index(response_mask_BT) * num_bins).div(length, rounding_mode="floor").clamp(max=num_bins - 1)
-    return bin_BT.masked_fill(~response_mask_BT, -1)
+    return bin_of(index(response_mask_BT), response_mask_BT.sum(1, keepdim=True), num_bins).masked_fill(~response_mask_BT, -1)
+
+
+def bin_of(index_X: Int[Tensor, "*X"], length_X: Tensor, num_bins: int) -> Int[Tensor, "*X"]:
+    """The same from the index of each token and the length of its response."""
+    return (index_X * num_bins).div(length_X.clamp(min=1), rounding_mode="floor").clamp(max=num_bins - 1)
 
 
 def token_bins(response_mask_BT: Bool[Tensor, "B T"], edges: Sequence[int] = TOKEN_EDGES) -> Int[Tensor, "B T"]:
     """Bin of the token index: the number of edges at or below it, 0 to len(edges); -1 outside the response."""
-    at = torch.bucketize(index(response_mask_BT), torch.tensor(edges, device=response_mask_BT.device), right=True)
-    return at.masked_fill(~response_mask_BT, -1)
+    return token_bin_of(index(response_mask_BT), edges).masked_fill(~response_mask_BT, -1)
+
+
+def token_bin_of(index_X: Int[Tensor, "*X"], edges: Sequence[int] = TOKEN_EDGES) -> Int[Tensor, "*X"]:
+    """The same from the index of each token."""
+    return torch.bucketize(index_X, _on(index_X.device, tuple(edges)), right=True)
+
+
+@lru_cache(maxsize=8)
+def _on(device: torch.device, edges: tuple[int, ...]) -> Tensor:
+    return torch.tensor(edges, device=device)
 
 
 def fraction_count(length_B: Int[Tensor, "*B"], fraction: float) -> Int[Tensor, "*B"]:
