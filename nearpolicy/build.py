@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nearpolicy.build_source import build_source
+from nearpolicy.build_source import build_source, check_source
 from nearpolicy.build_teacher import build_teacher, compare_all, full_signal, route_of, scores
 from nearpolicy.check import build_method, describe_config, model_size, refuse
 from nearpolicy.check_teacher import build_mixture, needed, reads_reference, scoring_models
@@ -453,6 +453,7 @@ def check(config: Config) -> str:
     check_device(config.device)
     task, reward = build_task(config)
     reward.functions()
+    check_source(config, task)
     path = config.model.path
     if path == "smollm2":  # converting it is the business of a run
         return describe_config(config, chosen, None)

@@ -36,6 +36,18 @@ def build_cut(cut: CutConfig) -> Cut:
     return top_entropy(cut.k, at=cut.at)
 
 
+def check_source(config: Config, task: Task) -> None:
+    """Refuse what needs no model: cuts that lead to no function, demonstrations that are not there.
+
+    Raises:
+        UsageError, DataError: as `build_source`.
+    """
+    if isinstance(config.rollout, RelayRollout):
+        build_cut(config.rollout.cut)
+    if config.rollout.demonstrations is not None:
+        _solutions(config, task)
+
+
 def build_source(
     config: Config, *, task: Task, sampler: Sampler, params: SamplingParams, tokenizer: Any, vocabulary: int, folder: Path
 ) -> RolloutSource:

@@ -456,6 +456,12 @@ def test_relays_that_do_nothing_are_warned_of(more, says):
     assert [says in w for w in warned] == ([True] if says else [])
 
 
+def test_check_asks_for_cuts_and_demonstrations(tiny, cuts):
+    words = parts(tiny, *RELAY, "rollout.cut.kind=function", f'rollout.cut.function="{cuts}:absent"')
+    assert "no 'absent'" in refused("check", *words)
+    assert "/nonexistent.jsonl" in refused("check", *parts(tiny, "method.name=luffy", "rollout.demonstrations.path=/nonexistent.jsonl"))
+
+
 def test_check_says_what_a_cycle_is():
     config = config_for(["tiny", *RELAY, "rollout.dynamic_sampling=true"])
     text = describe_config(config, build_method(config), None)
