@@ -25,6 +25,7 @@ def relay_page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """One HTML page that needs no other file. `results`: name -> `Relay.document` with `checkpoint` and `earlier`."""
     body = "".join(_section(name, made) for name, made in results.items())
     style = f"{asset('report.css')}\nsvg {{ width: 100%; height: auto; max-width: {WIDTH}px; font-size: 12px; }} svg text {{ fill: var(--muted); }}"
+    style += "\nfigure .key span::before { content: none; } .scroll { margin-top: 16px; }"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -87,8 +88,7 @@ def chart(series: Sequence[Series], *, zero: bool) -> str:
     parts = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="var(--{"line" if v else "muted"})"/>'
              f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{100 * v:{sign}.3g} %</text>'
              for v in ticks(low, high)]  # fmt: skip
-    parts += [f'<text x="{x(k):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{k}</text>' for k in ks]
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">k</text>')
+    parts += [f'<text x="{x(k):.1f}" y="{HEIGHT - 12}" text-anchor="middle">k = {k}</text>' for k in ks]
     for i, s in enumerate(series):
         shift = 5 * (i - (len(series) - 1) / 2) if zero else 0.0
         parts.append(f'<g class="c{s.colour}">{_line(s, lambda k, d=shift: x(k) + d, y, bars=zero)}</g>')
