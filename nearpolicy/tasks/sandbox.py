@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import marshal
 import os
 import platform
 import select
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from nearpolicy.errors import EngineError, UsageError
-from nearpolicy.tasks.inside import supervisor, wire
+from nearpolicy.tasks.inside import wire
 from nearpolicy.tasks.syscalls import seccomp_filter
 
 End = Literal["ok", "failed", "timeout", "output", "memory", "files", "died", "tests"]
@@ -57,8 +58,20 @@ _MIB = 2**20
 _SLACK_MB = 64
 _MOST_FILES = 4096
 _OPEN_FILES = 64
-_HARNESS = Path(supervisor.__file__).parent
-_BOOT = "import sys; sys.path[:0] = sys.argv[2:]; from nearpolicy.tasks.inside.supervisor import main; main(int(sys.argv[1]))"
+# What runs inside arrives over the connection, compiled: there is no file of it to see, and nothing to compile at every start.
+_BOOT = """
+import marshal, os, sys
+fd, data = int(sys.argv[1]), b""
+size = int.from_bytes(os.read(fd, 4), "big")
+while len(data) < size:
+    data += os.read(fd, size - len(data))
+for name, code in marshal.loads(data):
+    sys.modules[name] = module = type(sys)(name)
+    exec(code, module.__dict__)
+module.main(fd)
+"""
+_INSIDE = tuple(f"nearpolicy.tasks.inside.{name}" for name in ("wire", "program", "judge", "supervisor"))
+"""In the order in which they import one another."""
 _FLAGS = ("-I", "-S", "-B", "-X", "utf8")
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1",
@@ -154,9 +167,8 @@ class Session:
         settings = {
             "program": source, "users": users, "limits": self.limits.frame(0 if users else 4), "alone": not unsandboxed,
             "packages": ["/packages"] if not unsandboxed else sorted({str(p.parent) for p in _packages()}),
-            "own_path": ["/harness", str(_HARNESS.parents[2])],
         }  # fmt: skip
-        ready = self._exchange(settings, START_S)
+        ready = self._exchange(settings, START_S, first=_inside())
         if ready != {"ready": True}:
             self._end(kill=True)
             raise EngineError("Code sandbox", got=self._last_words or "no sign of life", expected="a sandbox that starts",
@@ -244,14 +256,14 @@ class Session:
             self._end(kill=True)
             return Ran("died", message="it broke the sandbox's own connection")
 
-    def _exchange(self, request: Any, seconds: float) -> Any:
-        """The reply to one frame; a Ran when there is none."""
+    def _exchange(self, request: Any, seconds: float, *, first: bytes = b"") -> Any:
+        """The reply to one frame (behind what is sent first); a Ran when there is none."""
         due, buffer = time.monotonic() + seconds, bytearray()
         most = 8 * self.limits.output_kb * 1024 + 65536  # JSON writes up to six characters for a byte
         body = json.dumps(request).encode()
         try:
             self._connection.settimeout(seconds)
-            self._connection.sendall(struct.pack(">I", len(body)) + body)
+            self._connection.sendall(first + struct.pack(">I", len(body)) + body)
             while len(buffer) < 4 or len(buffer) < 4 + struct.unpack(">I", buffer[:4])[0]:
                 left = due - time.monotonic()
                 if left <= 0:
@@ -277,7 +289,7 @@ class Session:
 
 def _bare(connection: int) -> list[str]:
     """Command without a sandbox."""
-    return [sys.executable, *_FLAGS, "-c", _BOOT, str(connection), str(_HARNESS.parents[2])]
+    return [_interpreter(), *_FLAGS, "-c", _BOOT, str(connection)]
 
 
 def _walls(connection: int, filter_fd: int, limits: Limits, *, private: bool) -> list[str]:
@@ -292,13 +304,13 @@ def _walls(connection: int, filter_fd: int, limits: Limits, *, private: bool) ->
         "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", *environment, *_rooms(), *devices,
         "--perms", "1777", "--size", str(limits.file_mb * _MIB), "--tmpfs", "/tmp", "--symlink", "/tmp", "/dev/shm",
         "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(filter_fd),
-        "--", os.path.realpath(_interpreter()), *_FLAGS, "-c", _BOOT, str(connection), "/harness",
+        "--", _interpreter(), *_FLAGS, "-c", _BOOT, str(connection),
     ]  # fmt: skip
 
 
 @functools.cache
 def _rooms() -> tuple[str, ...]:
-    """What there is to read: system programs and libraries, this interpreter, the packages, the harness."""
+    """What there is to read: system programs and libraries, this interpreter, the packages."""
     words = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
         path = Path(name)
@@ -306,7 +318,7 @@ def _rooms() -> tuple[str, ...]:
             words += ["--symlink", os.readlink(path), name]
         elif path.is_dir():
             words += ["--ro-bind", name, name]
-    rooms = {str(p): f"/packages/{p.name}" for p in _packages()} | {str(_HARNESS): "/harness/nearpolicy/tasks/inside"}
+    rooms = {str(p): f"/packages/{p.name}" for p in _packages()}
     rooms |= {p: p for p in (sys.base_prefix, sys.base_exec_prefix) if not Path(p).is_relative_to("/usr")}
     # Folders on the way that bubblewrap makes by itself can be closed to other users.
     for folder in sorted({"/dev", *(str(p) for room in rooms.values() for p in Path(room).parents)} - {"/"}):
@@ -325,8 +337,20 @@ def _packages() -> tuple[Path, ...]:
     return tuple(found)
 
 
+@functools.cache
+def _inside() -> bytes:
+    """The code of the modules that run inside, as `_BOOT` reads it."""
+    code = []
+    for name in _INSIDE:
+        loader = importlib.import_module(name).__spec__.loader  # type: ignore[union-attr]
+        code.append((name, loader.get_code(name)))  # type: ignore[union-attr]
+    data = marshal.dumps(code)
+    return struct.pack(">I", len(data)) + data
+
+
 def _interpreter() -> str:
-    return str(getattr(sys, "_base_executable", "") or sys.executable)
+    """The interpreter itself, not that of a virtual environment."""
+    return os.path.realpath(str(getattr(sys, "_base_executable", "") or sys.executable))
 
 
 @contextlib.contextmanager

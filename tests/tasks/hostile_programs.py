@@ -73,8 +73,8 @@ RUN: dict[str, Hostile] = {
     "files without end": Hostile("i = 0\nwhile True:\n    open(f'f{{i}}', 'w').close()\n    i += 1", ("files", "timeout"), None),
     "descriptors without end": Hostile(attempt("x = [os.dup(1) for _ in range(10_000)]")),
     # what is not its own
-    "writes to the harness": Hostile(attempt("open('/harness/nearpolicy/tasks/inside/judge.py', 'a')")),
-    "replaces the harness": Hostile(attempt("os.rename('/harness', '/harness2')")),
+    "writes to a package": Hostile(attempt("open('/packages/numpy/__init__.py', 'a')")),
+    "replaces a package": Hostile(attempt("os.rename('/packages/numpy', '/packages/old')")),
     "writes to the system": Hostile(attempt("open('/usr/lib/x', 'w')")),
     "writes to the interpreter": Hostile(attempt("open(os.path.join(os.path.dirname(os.__file__), 'os.py'), 'a')")),
     "makes a file outside /tmp": Hostile(attempt("open('/x', 'w')")),

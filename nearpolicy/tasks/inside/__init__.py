@@ -1,4 +1,4 @@
-"""What runs inside a sandbox. `nearpolicy.tasks.sandbox` starts `supervisor` there; only this folder and the standard library are at hand.
+"""What runs inside a sandbox. `nearpolicy.tasks.sandbox` sends these modules there, compiled, and starts the last of them.
 
     supervisor   holds the connection to the driver, keeps the clock, ends whatever a step leaves behind. Runs nothing foreign.
     program      the response, in a fork of the supervisor. Holds neither the connection nor any test; it starts before the tests arrive.

@@ -1,14 +1,16 @@
 """The tests' side: runs their code and reaches the program over a pipe."""
 
-import builtins
-import collections
-import contextlib
-import importlib
-import sys
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-from nearpolicy.tasks.inside.wire import Closed, Unsupported, decode, encode, receive, send, text_of
+import builtins
+import sys
+
+from nearpolicy.tasks.inside.wire import Closed, Unsupported, decode, encode, loaded, receive, send, suppress, text_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 
 class Gone(BaseException):
@@ -76,10 +78,10 @@ class Remote:
         value, changed = self._line.ask("call", self._at, sent, {k: self._line.encoded(v) for k, v in kwargs.items()})
         for i, now in changed:
             own = args[i]
-            if isinstance(own, list | dict | set | collections.deque):
+            if isinstance(own, (list, dict, set, loaded("collections", "deque"))):
                 fresh = decode(now, self._line._remote)
                 own.clear()
-                (own.extend if isinstance(own, list | collections.deque) else own.update)(fresh)
+                (own.update if isinstance(own, (dict, set)) else own.extend)(fresh)
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -116,21 +118,19 @@ def _exception(name: str, message: str) -> Exception:
 
 def foreign_names(source: str) -> list[str]:
     """Names that a source reads and neither binds anywhere nor finds among the builtins. Raises SyntaxError."""
-    import ast  # a third of the start of a sandbox, of use to tests alone
+    import symtable
 
     read: set[str] = set()
     bound: set[str] = set(dir(builtins))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound.update((a.asname or a.name).partition(".")[0] for a in node.names)
+    tables = [symtable.symtable(source, "tests.py", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_referenced():
+                read.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_parameter() or symbol.is_imported():
+                bound.add(symbol.get_name())
     return sorted(read - bound)
 
 
@@ -149,11 +149,11 @@ def judge(request: Mapping[str, Any], line: Line) -> dict[str, Any]:
         names = foreign_names(source)
         for name in names:
             if name not in namespace and name != entry and name in sys.stdlib_module_names:
-                namespace[name] = importlib.import_module(name)
+                namespace[name] = __import__(name)
         code, own = compile(source, "tests.py", "exec"), False
         for name in [entry] if entry else [n for n in names if n not in namespace]:
             namespace.pop(name, None)
-            with contextlib.suppress(NameError):  # the tests will miss it themselves, if they come to it
+            with suppress(NameError):  # the tests will miss it themselves, if they come to it
                 namespace[name] = line.ask("name", name)[0]
         exec(code, namespace)
         # In HumanEval's shape the tests define check(candidate) and leave the call to their harness.

@@ -1,19 +1,21 @@
 """The response's side: run as a script on one input, or loaded once and asked for its functions."""
 
-import collections
-import importlib
+from __future__ import annotations
+
 import itertools
 import os
 import sys
-import types
-from typing import Any
 
-from nearpolicy.tasks.inside.wire import MOST_ITEMS, decode, encode, receive, send, text_of
+from nearpolicy.tasks.inside.wire import MOST_ITEMS, decode, encode, loaded, receive, send, text_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def run_module(source: str, name: str) -> dict[str, Any]:
     """Run a program as the module `name`; its namespace."""
-    module = types.ModuleType(name)
+    module = type(sys)(name)
     sys.modules[name] = module
     sys.argv = ["solution.py"]
     exec(compile(source, "solution.py", "exec"), module.__dict__)
@@ -36,7 +38,7 @@ def run_to_end(source: str) -> None:
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
-        importlib.import_module("atexit")._run_exitfuncs()
+        __import__("atexit")._run_exitfuncs()
         sys.stdout.flush()
     except BaseException:
         code = code or 1
@@ -98,7 +100,7 @@ class Served:
         result = function(*decoded, **{k: decode(v, self._known) for k, v in kwargs.items()})
         changed = []
         for i, (before, after) in enumerate(zip(args, decoded, strict=True)):
-            if isinstance(after, list | dict | set | collections.deque):
+            if isinstance(after, (list, dict, set, loaded("collections", "deque"))):
                 now = encode(after, self._keep)
                 changed += [[i, now]] if now != before else []
         return ["v", encode(result, self._keep), changed]

@@ -5,19 +5,23 @@ driver -> supervisor   {program, users, limits, alone, packages}, then any numbe
 supervisor -> driver   {"ready": true}, then {"end", "message", "output"} for each step; `end` as in `nearpolicy.tasks.sandbox.End`
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import resource
 import select
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, signal  # type: ignore[import-not-found]  # without the names of all others
 
 from nearpolicy.tasks.inside.judge import Line, judge
 from nearpolicy.tasks.inside.program import run_to_end, serve
-from nearpolicy.tasks.inside.wire import Closed, receive, send, text_of
+from nearpolicy.tasks.inside.wire import Closed, receive, send, suppress, text_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 _CHUNK = 65536
 _LOOK_MS = 5
@@ -70,7 +74,7 @@ class Supervisor:
                 hard = resource.getrlimit(kind)[1]
                 value = value if hard == resource.RLIM_INFINITY else min(value, hard)
                 resource.setrlimit(kind, (value, value))
-        signal.signal(signal.SIGINT, signal.SIG_DFL if user == PROGRAM else signal.SIG_IGN)
+        signal(SIGINT, SIG_DFL if user == PROGRAM else SIG_IGN)
 
     def sweep(self) -> None:
         """End every process that steps have started, and those that they have started."""
@@ -79,7 +83,7 @@ class Supervisor:
         for child in self.children:
             _kill(-child)
             _kill(child)
-            with contextlib.suppress(ChildProcessError):
+            with suppress(ChildProcessError):
                 os.waitpid(child, 0)
         self.children.clear()
         for fd in self.pipes or ():
@@ -110,7 +114,7 @@ class Supervisor:
         self.sweep()
         requests_r, requests_w = os.pipe()
         replies_r, replies_w = os.pipe()
-        with _null() as null:
+        with _Null() as null:
             self.fork(lambda: serve(self.program, requests_r, replies_w), (requests_r, replies_w), PROGRAM, (null, null))
         os.close(requests_r)
         os.close(replies_w)
@@ -155,7 +159,7 @@ class Supervisor:
             send(verdict_w, judge(request, Line(requests, replies, self.limits["output"])))
 
         try:
-            with _null() as null:
+            with _Null() as null:
                 self.fork(work, (requests, replies, verdict_w), JUDGE, (null, null))
             os.close(verdict_w)
             verdict = receive(verdict_r, due=self.due())
@@ -202,7 +206,7 @@ class Pump:
             os.set_blocking(fd, False)
             self._poll.register(fd, event)
         self._life: int | None = None
-        with contextlib.suppress(AttributeError, OSError):  # kernels before 5.3: its end is looked for every now and then
+        with suppress(AttributeError, OSError):  # kernels before 5.3: its end is looked for every now and then
             self._life = os.pidfd_open(pid)
             self._poll.register(self._life, select.POLLIN)
         if not data:
@@ -244,7 +248,7 @@ class Pump:
             except BlockingIOError:
                 return
             if not part:
-                with contextlib.suppress(KeyError):
+                with suppress(KeyError):
                     self._poll.unregister(self._output)
                 return
             self.output += part
@@ -270,38 +274,39 @@ def _result(end: str, message: str = "", output: Any = None) -> dict[str, Any]:
     return {"end": end, "message": message, "output": output}
 
 
-@contextlib.contextmanager
-def _null() -> Any:
-    fd = os.open(os.devnull, os.O_RDWR)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+class _Null:
+    """A descriptor of the null device."""
+
+    def __enter__(self) -> int:
+        self._fd = os.open(os.devnull, os.O_RDWR)
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
 
 
 def _ended(status: int) -> tuple[str, str]:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return ("failed", f"exit code {code}") if code else ("ok", "")
-    try:
-        return "died", signal.Signals(-code).name
-    except ValueError:
-        return "died", f"signal {-code}"
+    from signal import Signals
+
+    return "died", Signals(-code).name if -code in set(Signals) else f"signal {-code}"
 
 
 def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, SIGKILL)
 
 
 def main(connection: int) -> None:
     """Serve one program until the driver closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _null() as null:
+    signal(SIGINT, SIG_IGN)
+    with _Null() as null:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
     settings = receive(connection)
-    sys.path[:] = [p for p in sys.path if p not in settings["own_path"]] + settings["packages"]
+    sys.path += settings["packages"]
     supervisor = Supervisor(connection, settings)
     send(connection, {"ready": True})
     try:

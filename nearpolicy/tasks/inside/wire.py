@@ -1,21 +1,24 @@
 """What crosses a pipe between the processes of a sandbox: frames, and plain data as JSON.
 
 A frame is its length (4 bytes, big-endian) and JSON. None, truth values, text and most numbers stand for themselves; everything else is a
-list that begins with a tag. Nothing but plain data can arrive. Light: imported at every start.
+list that begins with a tag. Nothing but plain data can arrive.
+
+The modules of this folder are imported at every start of a sandbox and import next to nothing: typing, json, re, enum and contextlib would
+treble the time that an interpreter takes to start.
 """
 
-import collections
-import importlib
+from __future__ import annotations
+
 import itertools
-import json
 import os
 import select
-import struct
 import sys
 import time
-import types
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MOST_ITEMS = 100_000
 """Values taken from an iterator that a program returns."""
@@ -34,10 +37,58 @@ class Unsupported(TypeError):
     """A value that is no plain data."""
 
 
+class suppress:  # noqa: N801  # contextlib's, without its imports
+    """Pass over these exceptions."""
+
+    def __init__(self, *kinds: type[BaseException]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, self._kinds)
+
+
+def _json() -> tuple[Callable[[Any], str], Callable[[str], Any]]:
+    """(dumps, loads): the C halves of the json module, and the module itself where they are not what they were."""
+    try:
+        from _json import encode_basestring_ascii, make_encoder, make_scanner
+
+        class Settings:
+            strict, object_hook, object_pairs_hook, parse_float, parse_int, parse_constant = True, None, None, float, int, float
+
+        encoder: Any = make_encoder({}, None, encode_basestring_ascii, None, ":", ",", False, False, True)  # type: ignore[arg-type]
+        scan: Any = make_scanner(Settings)  # type: ignore[arg-type]
+
+        def dumps(value: Any) -> str:
+            return "".join(encoder(value, 0))
+
+        def loads(text: str) -> Any:
+            try:
+                value, end = scan(text, 0)
+            except StopIteration:
+                raise ValueError("no JSON") from None
+            if end != len(text):
+                raise ValueError("more than one value")
+            return value
+
+        if loads(dumps([1, {"a": "\u00e9"}, None, 0.5])) == [1, {"a": "\u00e9"}, None, 0.5]:
+            return dumps, loads
+    except (ImportError, TypeError, ValueError, AttributeError):
+        pass
+    import json
+
+    return json.dumps, json.loads
+
+
+dumps, loads = _json()
+
+
 def send(fd: int, message: Any) -> None:
     """Write one frame. Raises Closed when nobody reads."""
-    body = json.dumps(message).encode()
-    data = memoryview(struct.pack(">I", len(body)) + body)
+    body = dumps(message).encode()
+    data = memoryview(len(body).to_bytes(4, "big") + body)
     try:
         while data:
             data = data[os.write(fd, data) :]
@@ -51,11 +102,11 @@ def receive(fd: int, limit: int = MOST_BYTES, due: float | None = None) -> Any:
     Raises:
         Closed: the end of the stream, more than `limit` bytes, or no JSON. TimeoutError: `due` (monotonic) passed first.
     """
-    size = struct.unpack(">I", _exactly(fd, 4, due))[0]
+    size = int.from_bytes(_exactly(fd, 4, due), "big")
     if size > limit:
         raise Closed(f"{size} bytes in one answer")
     try:
-        return json.loads(_exactly(fd, size, due))
+        return loads(_exactly(fd, size, due).decode())
     except (ValueError, RecursionError) as error:
         raise Closed(f"no message: {error}") from None
 
@@ -112,8 +163,10 @@ def _encode_rare(value: Any, keep: Callable[[Any], Any] | None) -> Any:
         return ["c", encode(value.real), encode(value.imag)]
     if isinstance(value, range):
         return ["r", value.start, value.stop, value.step]
+    if isinstance(value, loaded("collections", "deque")):
+        return ["q", *(encode(v, keep) for v in value)]
     for module, name in _RARE:
-        if isinstance(value, _kind(module, name)):
+        if isinstance(value, loaded(module, name)):
             return ["F", encode(value.numerator), encode(value.denominator)] if name == "Fraction" else [name, str(value)]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), keep)
@@ -147,17 +200,23 @@ def decode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     return keep(value)
 
 
-def _kind(module: str, name: str) -> Any:
-    """The type, where its module is loaded: without it there is no value of it. Loading them all would double the start."""
+def loaded(module: str, name: str) -> Any:
+    """A type for isinstance, or () while its module is not loaded: there is then no value of it."""
     return getattr(sys.modules[module], name) if module in sys.modules else ()
 
 
 def _rare(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+    return getattr(__import__(module), name)
 
 
-_CONTAINERS: tuple[tuple[Any, str], ...] = ((list, "l"), (tuple, "t"), (frozenset, "z"), (set, "s"), (collections.deque, "q"))
-_MAKERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "z": frozenset, "s": set, "q": collections.deque, "g": iter}
+def _generator() -> Any:
+    yield
+
+
+_CONTAINERS: tuple[tuple[Any, str], ...] = ((list, "l"), (tuple, "t"), (frozenset, "z"), (set, "s"))
+_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
+    "l": list, "t": tuple, "z": frozenset, "s": set, "g": iter, "q": lambda items: _rare("collections", "deque")(items),
+}  # fmt: skip
 _RARE = (("fractions", "Fraction"), ("decimal", "Decimal"), ("datetime", "datetime"), ("datetime", "date"), ("datetime", "time"))
 _SCALARS: dict[str, Callable[..., Any]] = {
     "i": lambda text: int(text, 16),
@@ -172,7 +231,7 @@ _SCALARS: dict[str, Callable[..., Any]] = {
     "time": lambda text: _rare("datetime", "time").fromisoformat(text),
 }
 _ITERATORS: tuple[Any, ...] = (
-    types.GeneratorType, map, filter, zip, enumerate, reversed, itertools.chain, itertools.count, itertools.islice, itertools.permutations,
+    type(_generator()), map, filter, zip, enumerate, reversed, itertools.chain, itertools.count, itertools.islice, itertools.permutations,
     itertools.combinations, itertools.product, type({}.keys()), type({}.values()), type({}.items()), type(iter([])), type(iter(())),
 )  # fmt: skip
 
