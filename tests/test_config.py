@@ -114,7 +114,7 @@ def test_keys_the_issue_names_exist():
     for key in ("method.name", "schedule.kind", "schedule.updates_per_rollout", "rollout.prompts", "rollout.group_size", "train.steps", "train.lr",
                 "model.path", "model.dtype", "device", "task.kind", "seed", "ratio.denominator"):  # fmt: skip
         assert key in keys, key
-    assert len(keys) <= 100
+    assert len(keys) <= 120  # over all kinds: a tree to be read in one sitting
 
 
 def test_a_kind_inside_a_kind_keeps_what_it_knows():
