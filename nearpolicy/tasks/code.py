@@ -5,6 +5,7 @@ cannot reach (`nearpolicy.tasks.inside`). Reward workers load this: no torch.
 """
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.tasks.functions import VERIFIERS, RewardSpec
-from nearpolicy.tasks.programs import Case, Tests, program_of, read_tests
+from nearpolicy.tasks.programs import Case, RowTests, program_of, read_tests
 from nearpolicy.tasks.rows import Columns, FileTask
 from nearpolicy.tasks.sandbox import MEMORY_MB, TIMEOUT_S, TOTAL_S, Limits, Ran, Session, require, unavailable
 from nearpolicy.tasks.verifiers import text_of
@@ -23,6 +24,7 @@ TOLERANCE = 1e-6
 """Relative and absolute difference at which two decimals are equal."""
 _DATA = Path(__file__).parent / "data"
 _MARGIN_S = 2.0
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _SAMPLE_INTRODUCTION = "Your code should pass tests like this one:"
 
 
@@ -55,7 +57,7 @@ def code(
         ValueError: a row without tests or with tests at fault.
         UsageError: no sandbox, or options out of range. EngineError: a sandbox that does not start.
     """
-    limits = Limits(timeout=timeout, memory_mb=memory_mb)
+    limits = _limits(timeout=timeout, total=total, memory_mb=memory_mb)
     require(unsandboxed=allow_unsandboxed)
     out: list[float | None] = []
     for i, completion in enumerate(completions):
@@ -65,6 +67,12 @@ def code(
     return out
 
 
+def _limits(*, timeout: float = TIMEOUT_S, total: float = TOTAL_S, memory_mb: int = MEMORY_MB, **_: Any) -> Limits:
+    if isinstance(total, bool) or not isinstance(total, int | float) or not 0 < total <= 3600:
+        raise UsageError("Reward code: total", got=repr(total), expected="seconds above 0, at most 3600", do="Change total.")
+    return Limits(timeout=timeout, memory_mb=memory_mb)
+
+
 def _warm_up(*, allow_unsandboxed: bool = False, **_: Any) -> None:
     require(unsandboxed=allow_unsandboxed)
 
@@ -72,7 +80,7 @@ def _warm_up(*, allow_unsandboxed: bool = False, **_: Any) -> None:
 code.warm_up = _warm_up  # type: ignore[attr-defined]
 
 
-def _score(source: str, tests: Tests, limits: Limits, total: float, partial: bool, allow_unsandboxed: bool) -> float:
+def _score(source: str, tests: RowTests, limits: Limits, total: float, partial: bool, allow_unsandboxed: bool) -> float:
     due, passed = time.monotonic() + total, 0
     # A sandbox where there is one: the flag allows to go without, it does not ask for it.
     with Session(source, limits, unsandboxed=allow_unsandboxed and bool(unavailable())) as session:
@@ -85,7 +93,7 @@ def _score(source: str, tests: Tests, limits: Limits, total: float, partial: boo
     return passed / len(tests) if partial else float(passed == len(tests))
 
 
-def run_test(session: Session, test: Case | str, tests: Tests) -> bool:
+def run_test(session: Session, test: Case | str, tests: RowTests) -> bool:
     """Whether the session's program passes one case or check.
 
     Raises:
@@ -113,12 +121,11 @@ def same_output(got: str, expected: str) -> bool:
 
 
 def _close(a: str, b: str) -> bool:
-    if not ("." in a + b or "e" in (a + b).lower()) or max(len(a), len(b)) > 40:
+    if a.lstrip("-+").isdigit() and b.lstrip("-+").isdigit():
+        return False  # whole numbers are exact
+    if not (_DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b)):
         return False
-    try:
-        return math.isclose(float(a), float(b), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except ValueError:
-        return False
+    return math.isclose(float(a), float(b), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def same_value(got: Any, expected: Any) -> bool:
@@ -193,7 +200,7 @@ def check_rewards(spec: RewardSpec, deadline_s: float) -> None:
         if reward.path != VERIFIERS["code"]:
             continue
         require(unsandboxed=bool(reward.options.get("allow_unsandboxed", False)))
-        longest = reward.options.get("total", TOTAL_S) + reward.options.get("timeout", TIMEOUT_S) + _MARGIN_S
+        longest = reward.options.get("total", TOTAL_S) + _limits(**reward.options).timeout + _MARGIN_S
         if deadline_s < longest:
             raise UsageError("task.deadline", got=f"{deadline_s:g} s for a reward that runs code",
                              expected=f"at least {longest:g} s = total + timeout + {_MARGIN_S:g}", do="Raise it, or lower total.")  # fmt: skip

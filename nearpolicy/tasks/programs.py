@@ -33,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tests:
+class RowTests:
     """The tests of one row: cases, or checks."""
 
     cases: tuple[Case, ...] = ()
@@ -73,7 +73,7 @@ def defined(tree: ast.Module) -> set[str]:
     return out
 
 
-def program_of(response: str, tests: Tests) -> str | None:
+def program_of(response: str, tests: RowTests) -> str | None:
     """The program in a response: the last block fenced as Python (or without a language), else the whole text where it is Python.
 
     Where the prompt is code (HumanEval), it goes in front; a response that does not define the function again continues it, and what no
@@ -102,7 +102,7 @@ def _continued(prelude: str, text: str) -> str | None:
     return None
 
 
-def read_tests(row: Mapping[str, Any], prompt: Any = None) -> Tests:
+def read_tests(row: Mapping[str, Any], prompt: Any = None) -> RowTests:
     """The tests in the columns of a row. Formats, in the order looked for:
 
         cases [{input, output}]                             inputs and outputs of a script
@@ -120,7 +120,7 @@ def read_tests(row: Mapping[str, Any], prompt: Any = None) -> Tests:
     if row.get("cases") is not None:
         found = _cases(_unpacked(row["cases"], "cases"), entry)
     elif row.get("tests") is not None:
-        found = Tests(checks=_sources(row["tests"], "tests"), entry=entry, prelude=_prelude(prompt, entry))
+        found = RowTests(checks=_sources(row["tests"], "tests"), entry=entry, prelude=_prelude(prompt, entry))
     elif row.get("test") or row.get("test_list"):
         found = _mbpp_or_human_eval(row, prompt, entry)
     else:
@@ -145,7 +145,7 @@ def _refuse_what_does_not_parse(check: str) -> None:
             raise ValueError(f"tests that do not parse{f' (line {line})' if line else ''}: {error}") from None
 
 
-def _cases(cases: Any, entry: str | None) -> Tests:
+def _cases(cases: Any, entry: str | None) -> RowTests:
     if not isinstance(cases, Sequence) or isinstance(cases, str) or not all(isinstance(c, Mapping) for c in cases):
         raise ValueError("cases that are no list of records")
     keys = ("args", "result") if entry else ("input", "output")
@@ -153,13 +153,13 @@ def _cases(cases: Any, entry: str | None) -> Tests:
         if not set(keys) <= set(case):
             raise ValueError(f"case {i + 1} with {', '.join(case) or 'nothing'} instead of {' and '.join(keys)}")
     if entry:
-        return Tests(function=entry, entry=entry, cases=tuple(Case(list(c["args"]), (c["result"],)) for c in cases))
-    return Tests(cases=tuple(Case(_text(c["input"]), (_text(c["output"]),)) for c in cases))
+        return RowTests(function=entry, entry=entry, cases=tuple(Case(list(c["args"]), (c["result"],)) for c in cases))
+    return RowTests(cases=tuple(Case(_text(c["input"]), (_text(c["output"]),)) for c in cases))
 
 
-def _mbpp_or_human_eval(row: Mapping[str, Any], prompt: Any, entry: str | None) -> Tests:
+def _mbpp_or_human_eval(row: Mapping[str, Any], prompt: Any, entry: str | None) -> RowTests:
     if entry:
-        return Tests(checks=_sources(row.get("test") or row.get("test_list"), "test"), entry=entry, prelude=_prelude(prompt, entry))
+        return RowTests(checks=_sources(row.get("test") or row.get("test_list"), "test"), entry=entry, prelude=_prelude(prompt, entry))
     setup = "\n".join([*_sources(row.get("test_imports") or [], "test_imports"), str(row.get("test_setup_code") or "")]).strip()
     checks = _sources(row.get("test") or row["test_list"], "test_list")
     checks = tuple(f"{setup}\n{check}" if setup else check for check in checks)
@@ -168,10 +168,10 @@ def _mbpp_or_human_eval(row: Mapping[str, Any], prompt: Any, entry: str | None) 
     for check in checks:
         _refuse_what_does_not_parse(check)
         names &= set(foreign_names(check))
-    return Tests(checks=checks, entry=next(iter(names)) if len(names) == 1 else None)
+    return RowTests(checks=checks, entry=next(iter(names)) if len(names) == 1 else None)
 
 
-def _packed(found: Any) -> Tests:
+def _packed(found: Any) -> RowTests:
     """{inputs, outputs, fn_name}: with a function each input is a list of arguments, or text with one JSON value a line."""
     if not isinstance(found, Mapping) or not {"inputs", "outputs"} <= set(found):
         raise ValueError("no tests: a record without inputs and outputs")
@@ -179,14 +179,14 @@ def _packed(found: Any) -> Tests:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("inputs and outputs that are not lists of one length")
     if not name:
-        return Tests(cases=tuple(Case(_text(i), (_text(o),)) for i, o in zip(inputs, outputs, strict=True)))
+        return RowTests(cases=tuple(Case(_text(i), (_text(o),)) for i, o in zip(inputs, outputs, strict=True)))
     cases = []
     for given, wanted in zip(inputs, outputs, strict=True):
         args = [_json(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else list(given)
         value = _json(wanted) if isinstance(wanted, str) else wanted
         # Some sets wrap the value in a list, some do not, and none says which.
         cases.append(Case(args, (value, value[0]) if isinstance(value, list) and len(value) == 1 else (value,)))
-    return Tests(function=str(name), entry=str(name), cases=tuple(cases))
+    return RowTests(function=str(name), entry=str(name), cases=tuple(cases))
 
 
 def _prelude(prompt: Any, entry: str | None) -> str:

@@ -54,6 +54,14 @@ def messages() -> suite.Case:
     return case_of(RewardSpec.single("number"), item("it is 1,000", [{"role": "user", "content": "p"}], answer=1000), "999")
 
 
+def programs() -> suite.Case:
+    from nearpolicy.tasks.sandbox import unavailable
+
+    if unavailable():
+        pytest.skip(f"no sandbox: {unavailable()}")
+    return case_of(RewardSpec.single("code"), item("```python\nprint(7)\n```", cases=[{"input": "", "output": "7"}]), "seven, I think")
+
+
 @pytest.fixture(scope="module")
 def own_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "own_rewards.py"
@@ -68,6 +76,7 @@ CASES = {
     "math_verify": lambda file: math(),
     "reasoning_gym": lambda file: gym(),
     "arithmetic": lambda file: arithmetic(),
+    "code": lambda file: programs(),
     "a user's two": lambda file: case_of(
         RewardSpec((Reward(function=f"{file}:length", weight=0.5), Reward(function=f"{file}:answered", weight=2.0))),
         item("abcd", answer="abcd"), "ab", right_reward=0.5 * 0.4,
