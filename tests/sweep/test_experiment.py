@@ -161,7 +161,9 @@ def test_a_recipe_beside_the_experiment(tmp_path):
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
 def test_the_experiments_of_the_project_expand(file):
     plan = make_plan(read_experiment(file), where=file.parent)
-    assert not plan.warnings
+    # An on-policy baseline and both ends of the cut's axis are what Thinking Seeds is compared with.
+    meant = ("weight cannot act", "rollout.cut.ratio = ") if file.parent.name == "thinking-seeds" else ()
+    assert not [w for w in plan.warnings if not any(m in w for m in meant)]
     assert all(to_tree(r.config)["threads"] == 1 for r in plan.runs)
 
 
