@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,15 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+
+def run_part(parts: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Body of a child with several parts: do the one that its settings name, and write the result."""
+    import torch  # not at the top: some children run where there is none
+
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(spec["threads"])
+    Path(spec["result"]).write_text(json.dumps(parts[spec["part"]](spec)))
 
 
 def serve(facts: Mapping[str, Any], measure: Any) -> None:

@@ -6,13 +6,12 @@ character vocabulary: by GRPO alone, and by ExOPD with a teacher and a reference
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import Range, bound_verdict, peak_mb, run_child
+from bench.common import Range, bound_verdict, peak_mb, run_child, run_part
 
 Say = Callable[[str], None]
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -131,14 +130,5 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
 PARTS = {"time": scoring, "memory": memory}
 
 
-def main() -> None:
-    """A child: one part."""
-    import torch
-
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(spec["threads"])
-    Path(spec["result"]).write_text(json.dumps(PARTS[spec["part"]](spec)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(PARTS)

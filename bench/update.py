@@ -6,13 +6,12 @@ Four children, each a fresh process: `roofline` and `objective` on SmolLM2-135M'
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import Range, bound_verdict, peak_mb, run_child, table
+from bench.common import Range, bound_verdict, peak_mb, run_child, run_part, table
 
 Say = Callable[[str], None]
 
@@ -232,14 +231,5 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
 PARTS = {"roofline": roofline, "objective": objective, "tokens": tokens, "memory": memory}
 
 
-def main() -> None:
-    """A child: one part."""
-    import torch
-
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(spec["threads"])
-    Path(spec["result"]).write_text(json.dumps(PARTS[spec["part"]](spec)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(PARTS)

@@ -200,6 +200,7 @@ class Parts:
     pool: Verifier
     prompts: Prompts
     params: SamplingParams
+    say: Say
 
     def publish(self, version: int) -> None:
         """The sampler holds the policy's weights from now on."""
@@ -241,7 +242,7 @@ def assemble(config: Config, folder: Path, say: Say) -> Iterator[Parts]:
             entropy=config.log.behavior_entropy,
         )  # fmt: skip
         verifier = OptionalAnswers(pool) if answers_optional(config) else pool
-        yield Parts(config, task, model, tokenizer, policy, sampler, verifier, prompts, params)
+        yield Parts(config, task, model, tokenizer, policy, sampler, verifier, prompts, params, say)
 
 
 def _sampler(config: Config, folder: Path, model: Any, tokenizer: Any, policy: HFPolicy) -> TorchSampler:
@@ -304,7 +305,7 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSour
     optimizer = torch.optim.AdamW(parameters, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=fused)
     names = {id(p): n for n, p in parts.model.named_parameters()}
     mixture = build_mixture(c)
-    teacher = build_teacher(c, parts.policy, parts.prompts.known() if c.task.kind == "rows" else [], folder=model_folder, say=print)
+    teacher = build_teacher(c, parts.policy, parts.prompts.known() if c.task.kind == "rows" else [], folder=model_folder, say=parts.say)
     reference = _reference(parts) if reads_reference(c, chosen, mixture) else None
     schedule = build_schedule(parts, chosen, source, reference=reference, teacher=teacher)
     master = c.model.lora is not None

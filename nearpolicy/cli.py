@@ -192,8 +192,9 @@ def evaluate(checkpoint: Path, parts: Sequence[str], earlier: Path | None, fract
             raise UsageError(given[0], got="no --relay-from", expected="an earlier checkpoint", do="Give --relay-from CHECKPOINT.")
         jobs.evaluate_checkpoint(checkpoint, parts, say=click.echo, **options)
         return
-    run = next((p for p in checkpoint.resolve().parents if (p / "run.toml").exists()), Path())
-    page = _writes("page", plot or run / "relay.html")
+    from nearpolicy.trainer.rundir import run_of
+
+    page = _writes("page", plot or (run_of(checkpoint) or Path()) / "relay.html")
     jobs.relay_checkpoints(checkpoint, earlier, parts, fractions=fractions or "0.5", plot=page, say=click.echo, **options)
 
 

@@ -22,7 +22,7 @@ from nearpolicy.policy.hf import load_model
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.tasks.order import PromptOrder
 from nearpolicy.trainer.relay_inference import check_earlier, relay_inference
-from nearpolicy.trainer.rundir import write_atomic
+from nearpolicy.trainer.rundir import run_of, write_atomic
 
 
 def _ks(text: str) -> list[int]:
@@ -80,7 +80,7 @@ def _configs(
     """What to evaluate by name: the held-out prompts of the folder's run (or of the configuration) as `eval`, or each benchmark of a suite."""
     from nearpolicy.suites import find_suite, read_suite
 
-    run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
+    run = run_of(folder)
     base = build.config_for(parts, run)
     overrides: dict[str, Any] = {"k": _ks(ks)} if ks is not None else {}
     overrides |= {k: v for k, v in {"samples": samples, "temperature": temperature, "top_p": top_p}.items() if v is not None}

@@ -27,7 +27,7 @@ from nearpolicy.protocols import Request, SamplingParams
 from nearpolicy.randomness import Stream
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.trainer.continuation import SIDES, Gap, continuation_gap
-from nearpolicy.trainer.rundir import write_atomic
+from nearpolicy.trainer.rundir import run_of, write_atomic
 
 FRACTIONS = "0.1,...,0.9"
 FOLDER = "continuation"
@@ -83,7 +83,7 @@ def evaluate_with_teacher(
     shares = parse_fractions(fractions)
     folder, other = model_folder(str(checkpoint)), model_folder(teacher)
     compare_vocabularies(folder, other, what="--teacher")
-    run = next((p for p in folder.resolve().parents if (p / "run.toml").exists()), None)
+    run = run_of(folder)
     tree = to_tree(build.config_for(parts, run))
     given = {k: v for k, v in {"samples": samples, "temperature": temperature}.items() if v is not None}
     config = resolve([tree, {"model": {"path": str(folder), "lora": None}, "eval": {**given, **({"k": [1]} if samples else {})}}])
@@ -126,7 +126,7 @@ def _drift(built: Parts, other: Path, params: SamplingParams, n: int) -> dict[st
     mask = batch.response_mask_BT
     teacher, student = (torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(x).double()) for x in sides)
     gap_BT = ratio.log_ratio(teacher, student, mask_BT=mask)
-    drift_BT = gap_BT.cumsum(1) - gap_BT
+    drift_BT = ratio.before(gap_BT)
     bin_BT = position.bins(mask, RELATIVE_BINS)
     tokens = mask.sum(1).reshape(-1, n).sum(1)
     # The mean over tokens is a ratio of sums over prompts; each prompt's part is its sum over the mean number of tokens.

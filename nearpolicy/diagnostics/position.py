@@ -133,9 +133,9 @@ def _teacher_columns(taught: Taught, response_mask_BT: Tensor) -> dict[str, Tens
     return {
         "kl": -gap_BT,
         "abs_gap": gap_BT.abs(),
-        "prefix_student": student_BT.cumsum(1) - student_BT,
-        "prefix_teacher": teacher_BT.cumsum(1) - teacher_BT,
-        "prefix_ratio": gap_BT.cumsum(1) - gap_BT,
+        "prefix_student": ratio.before(student_BT),
+        "prefix_teacher": ratio.before(teacher_BT),
+        "prefix_ratio": ratio.before(gap_BT),
         "signal_weight": torch.ones_like(gap_BT) if taught.weight_BT is None else taught.weight_BT,
     }
 

@@ -68,8 +68,7 @@ def remaining_mass(
     A response whose normalizer is 0 (no drift, or a single token under `before_last`) has F = 0, so every token weighs 1 + gamma.
     """
     step = discrepancy_BT if signed else discrepancy_BT.abs()
-    through = step.cumsum(1)
-    before = through - step
+    before = ratio.before(step)
     if normalizer == "all_tokens":
         total = step.sum(1, keepdim=True)
     else:
@@ -82,7 +81,7 @@ def remaining_mass(
 
 def ideal_log_weight(discrepancy_BT: Float[Tensor, "B T"], *, alpha: float) -> Float[Tensor, "B T"]:
     """log r_t^alpha = alpha * sum_{k<t} d_k, nats, limited by the one clamp: the teacher/student ratio of the prefix (arXiv 2606.22600, step I)."""
-    return ratio.clamp(alpha * (discrepancy_BT.cumsum(1) - discrepancy_BT))
+    return ratio.clamp(alpha * ratio.before(discrepancy_BT))
 
 
 def partition(sides: Sides, *, alpha: float) -> dict[str, Tensor]:

@@ -78,6 +78,11 @@ def log_ratio(logp_BT: Float[Tensor, "B T"], log_denominator_BT: Float[Tensor, "
     return (logp_BT - log_denominator_BT).masked_fill(~mask_BT, 0.0)
 
 
+def before(x_BT: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Sum over the tokens before each one, sum_{k<t} x_k, of anything that is 0 outside the response: the log-likelihood or drift of a prefix."""
+    return x_BT.cumsum(1) - x_BT
+
+
 def log_weight(
     log_ratio_BT: Float[Tensor, "B T"],
     mask_BT: Bool[Tensor, "B T"],

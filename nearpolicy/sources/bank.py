@@ -159,6 +159,13 @@ def cut_short(seed: Prefix, kept: int) -> Prefix:
     )  # fmt: skip
 
 
+def beginning(rollout: Rollout, kept: int) -> Prefix:
+    """The first `kept` tokens of a sampled response, as `cut_short`; its entropies are left out."""
+    assert rollout.logp_behavior_T is not None, "sampled, not shown"
+    whole = Prefix(token_T=rollout.response_T, logp_behavior_T=rollout.logp_behavior_T, version_T=rollout.version_T, stop=rollout.stop)
+    return cut_short(whole, kept)
+
+
 def bound_bytes(responses: int, max_tokens: int) -> int:
     """Most bytes that a bank of so many responses takes, its header left out."""
     return responses * (RESPONSE_BYTES + TOKEN_BYTES * max_tokens)

@@ -4,7 +4,7 @@ Refused with EPERM: tracing and reading other processes, namespaces and mounts (
 charged to no process (memfd, System V and POSIX queues and segments), keyrings, io_uring, BPF, performance counters, userfaultfd, kernel
 modules, clocks and host names. `clone3` does not exist (ENOSYS), because a filter cannot see its flags: C libraries then use `clone`, which
 is refused when it asks for a namespace. Programs of another architecture on the same kernel are killed. Numbers from the kernel's tables
-(x86_64: syscall_64.tbl; aarch64: asm-generic/unistd.h); other machines run without a filter.
+(x86_64: syscall_64.tbl; aarch64: asm-generic/unistd.h); other machines have no filter, and the sandbox refuses them.
 """
 
 import errno

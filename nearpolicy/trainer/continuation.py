@@ -17,7 +17,8 @@ from nearpolicy.objective.position import length_cut
 from nearpolicy.objective.stats import bootstrap_interval
 from nearpolicy.protocols import Request, Sampler, SamplingParams, ScoreItem, Verifier
 from nearpolicy.randomness import Stream
-from nearpolicy.rollout import Array, Prefix, Prompt, Rollout
+from nearpolicy.rollout import Array, Prompt
+from nearpolicy.sources.bank import beginning
 
 SIDES = ("student", "teacher", "gap")
 
@@ -71,7 +72,7 @@ def continuation_gap(
     written = student.sample([Request(ticket=i, prompt=p) for i, p in enumerate(prompts)], n, params)
     right: dict[Any, list[Array]] = {student: [], teacher: []}
     for number, f in enumerate(fractions):
-        prefixes = [_prefix(r, f) for r in written]
+        prefixes = [beginning(r, length_cut(len(r.response_T), f)) for r in written]
         requests = [Request(ticket=i, prompt=p, attempt=1 + number, prefixes=prefixes[i * n : (i + 1) * n]) for i, p in enumerate(prompts)]
         for sampler, found in right.items():
             rollouts = sampler.sample(requests, n, params)
@@ -81,13 +82,3 @@ def continuation_gap(
     shape = (len(fractions), len(prompts), n)
     student_FPN, teacher_FPN = (np.asarray(found, dtype=np.float64).reshape(shape) for found in (right[student], right[teacher]))
     return Gap(fractions=tuple(fractions), student_FPN=student_FPN, teacher_FPN=teacher_FPN)
-
-
-def _prefix(rollout: Rollout, fraction: float) -> Prefix:
-    T = len(rollout.response_T)
-    keep = length_cut(T, fraction)
-    assert rollout.logp_behavior_T is not None, "sampled, not shown"
-    return Prefix(
-        token_T=rollout.response_T[:keep], logp_behavior_T=rollout.logp_behavior_T[:keep], version_T=rollout.version_T[:keep],
-        stop=rollout.stop if keep == T else None,
-    )  # fmt: skip

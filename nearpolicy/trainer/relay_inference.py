@@ -18,7 +18,7 @@ from nearpolicy.objective.stats import Interval, bootstrap_interval
 from nearpolicy.protocols import Sampler, SamplingParams, Verifier
 from nearpolicy.randomness import Stream
 from nearpolicy.rollout import Prefix, Prompt, Rollout
-from nearpolicy.sources.bank import cut_short
+from nearpolicy.sources.bank import beginning
 from nearpolicy.trainer.evaluate import Evaluation, evaluate
 
 
@@ -96,11 +96,7 @@ def relay_inference(
 def _prefix(rollout: Rollout, fraction: float) -> Prefix | None:
     """What is kept of a response; None where nothing is."""
     kept = length_cut(len(rollout.response_T), fraction)
-    if kept == 0:
-        return None
-    assert rollout.logp_behavior_T is not None
-    whole = Prefix(token_T=rollout.response_T, logp_behavior_T=rollout.logp_behavior_T, version_T=rollout.version_T, stop=rollout.stop)
-    return cut_short(whole, kept)
+    return beginning(rollout, kept) if kept else None
 
 
 _DO = "Take an earlier checkpoint of the same run."

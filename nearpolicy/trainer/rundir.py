@@ -193,6 +193,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in; None outside one."""
+    return next((p for p in checkpoint.resolve().parents if (p / "run.toml").exists()), None)
+
+
 @functools.cache
 def commit() -> str | None:
     """Git commit of the source tree this package is imported from, with `+changes` for uncommitted ones; None outside a checkout.

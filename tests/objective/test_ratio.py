@@ -105,3 +105,8 @@ def test_global_counts_replace_the_batch_s_own():
         token_weights(AGG_MASK, aggregate="constant")
     with pytest.raises(UsageError, match="'token_mean'"):
         token_weights(AGG_MASK, aggregate="tokenmean")
+
+
+def test_the_sum_before_a_token_leaves_the_token_out():
+    x_BT = torch.tensor([[1.0, -2.0, 4.0, 0.0], [0.0, 3.0, 0.0, 0.0]], dtype=torch.float64)
+    assert ratio.before(x_BT).tolist() == [[0.0, 1.0, -1.0, 3.0], [0.0, 0.0, 3.0, 3.0]]

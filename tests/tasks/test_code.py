@@ -312,15 +312,6 @@ def test_a_worker_past_its_deadline_takes_its_sandbox_along():
     assert soon(lambda: not left_over())
 
 
-@pytest.fixture
-def nowhere(monkeypatch):
-    """A machine without bubblewrap, in this process."""
-    sandbox.unavailable.cache_clear()
-    monkeypatch.setattr(sandbox.shutil, "which", lambda *_, **__: None)
-    yield
-    sandbox.unavailable.cache_clear()
-
-
 def test_without_a_sandbox_nothing_runs_unless_a_flag_says_so(nowhere):
     row = {"cases": [{"input": "", "output": "1"}]}
     with pytest.raises(UsageError, match="no program bwrap"):

@@ -327,15 +327,6 @@ def test_without_walls_only_when_asked_for():
     assert soon(lambda: all(map(gone, inside)))
 
 
-@pytest.fixture
-def nowhere(monkeypatch):
-    """A machine without bubblewrap."""
-    sandbox.unavailable.cache_clear()
-    monkeypatch.setattr(sandbox.shutil, "which", lambda *_, **__: None)
-    yield
-    sandbox.unavailable.cache_clear()
-
-
 def test_a_machine_without_bubblewrap_is_refused_with_the_reason_and_the_way_out(nowhere):
     assert sandbox.unavailable() == "no program bwrap"
     with pytest.raises(UsageError, match=r"got no program bwrap; .*apt-get install bubblewrap.* allow_unsandboxed = true"):
