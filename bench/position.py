@@ -37,7 +37,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 def measure(name: str, *, repeat: int) -> dict[str, Any]:
     """Updates and tables of one shape in turns: processor seconds of both."""
     from nearpolicy.build import model_folder
-    from nearpolicy.policy.hf import load_model
+    from nearpolicy.policy.loading import load_model
 
     batch, _ = _batch(*SHAPES[name])
     stepper = _stepper(_smollm2() if name == "smollm2" else load_model(model_folder("tiny"), dtype="float32", device="cpu")[0])

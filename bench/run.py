@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import sampling, teacher, train, update
+from bench import asynchronous, ledger, relay, sampling, teacher, train, update
 from bench.common import OURS, ROOT, Range, bound_verdict, environment, last_words, machine, table
 
 RESULTS, DATA = ROOT / "bench" / "RESULTS.md", ROOT / "bench" / "results.json"
@@ -75,8 +75,11 @@ SECTIONS: dict[str, tuple[str, Callable[..., dict[str, Any]], Callable[[Any], st
     "train-smollm2": ("Training, SmolLM2-135M `products`, against TRL", lambda **k: train.measure("smollm2", **k), train.render),
     "sampling": ("Sampling, against transformers generate and vLLM", sampling.measure, sampling.render),
     "update": ("The update", cpu_update, update.render),
+    "relay": ("Sampling relayed responses", relay.measure, relay.render),
     "teacher": ("A teacher beside the student", teacher.measure, teacher.render),
     "logprob": ("Log-probs and entropy of a large vocabulary", logprob, render_logprob),
+    "async": ("Asynchronous training", asynchronous.measure, asynchronous.render),
+    "ledger": ("The ledger of asynchronous training", ledger.measure, ledger.render),
 }
 
 

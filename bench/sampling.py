@@ -35,7 +35,7 @@ def measure(
     """
     import torch  # not at the top: vLLM's child imports this file in an environment without nearpolicy
 
-    from nearpolicy.policy.hf import fast_bfloat16
+    from nearpolicy.policy.loading import fast_bfloat16
 
     pairs = pairs or (1 if quick else 7)
     folder = model or run_child("sampling", {"where": True}, threads=1)["folder"]

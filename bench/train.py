@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.common import OURS, TRL, BenchError, Range, ratio_verdict, run_child, table
-from nearpolicy.policy.hf import fast_bfloat16
+from nearpolicy.policy.loading import fast_bfloat16
 
 _COMMON = {"device": "cpu", "group": 8}
 CASES: dict[str, dict[str, Any]] = {

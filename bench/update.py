@@ -187,7 +187,7 @@ def objective(spec: dict[str, Any]) -> dict[str, Any]:
 def tokens(spec: dict[str, Any]) -> dict[str, Any]:
     """Updates of batches of different sizes in turns, on the tiny model with the default token budget."""
     from nearpolicy.build import model_folder
-    from nearpolicy.policy.hf import load_model
+    from nearpolicy.policy.loading import load_model
 
     prompt, response, group = 26, 38, 8
     stepper = _stepper(load_model(model_folder(spec["model"]), dtype="float32", device="cpu")[0])

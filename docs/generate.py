@@ -1,4 +1,4 @@
-"""Write the generated pages: method pages and figures, configuration, metrics, alarms and command line.
+"""Write the generated pages: method pages and figures, recipes, configuration, metrics, alarms and command line.
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # exit 1 when a committed page is not what the code says
@@ -20,10 +20,10 @@ def generated() -> dict[str, str]:
     """Path below docs/ -> text."""
     sys.path.insert(0, str(DOCS))
     try:
-        from _gen import methods, reference
+        from _gen import methods, pictures, recipes, reference
     finally:
         sys.path.remove(str(DOCS))
-    return {**methods.pages(), **reference.pages()}
+    return {**methods.pages(), **pictures.pages(), **recipes.pages(), **reference.pages()}
 
 
 def differences(pages: dict[str, str]) -> list[str]:

@@ -5,30 +5,35 @@ report = train(config_for(["tiny", "train.steps=64"]), "runs/first")
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nearpolicy.build_policy import build_learner, load_policy
+from nearpolicy.build_sampler import build_sampler, close, publish
+from nearpolicy.build_schedule import Wiring, build_schedule, pooled, rollout_workers
 from nearpolicy.build_source import build_source, check_source
-from nearpolicy.build_teacher import build_teacher, compare_all, full_signal, route_of, scores
+from nearpolicy.build_teacher import compare_all, route_of, scores
 from nearpolicy.check import build_method, describe_config, model_size, refuse
-from nearpolicy.check_teacher import build_mixture, needed, reads_reference, scoring_models
-from nearpolicy.config import Config, RelayRollout
+from nearpolicy.check_away import data_away, models_away, unchecked
+from nearpolicy.check_routing import refuse_without_experts, routing_facts
+from nearpolicy.check_teacher import scoring_models
+from nearpolicy.config import Config
 from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import is_override, layers, read_toml, resolve, to_tree
 from nearpolicy.methods import METHODS, Method
 from nearpolicy.metrics import HISTOGRAMS
-from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model, load_tokenizer
-from nearpolicy.policy.teacher import load_scorer
-from nearpolicy.protocols import RolloutSource, SamplingParams, Teacher, Verifier
-from nearpolicy.rollout import Batch, Prompt
-from nearpolicy.sampler.torch import TorchSampler
-from nearpolicy.schedule.sync import SyncOptions, SyncSchedule
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.loading import cached_repository, load_tokenizer
+from nearpolicy.protocols import RolloutSource, Sampler, SamplingParams, Verifier
+from nearpolicy.rollout import Prompt
+from nearpolicy.schedule.pooled import SharedWorkers
 from nearpolicy.sources.demonstrations import DemonstrationSource
 from nearpolicy.tasks.arithmetic import ArithmeticTask
 from nearpolicy.tasks.code import check_rewards, code_task
@@ -39,23 +44,24 @@ from nearpolicy.tasks.pool import RewardPool
 from nearpolicy.tasks.reasoning_gym import GymTask
 from nearpolicy.tasks.render import Renderer
 from nearpolicy.tasks.rows import Columns, FileTask, Row, Task
-from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, load_optimizer_tensors, newest, optimizer_tensors, prune, take_files
+from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, newest, prune, step_folder, take_files
 from nearpolicy.trainer.evaluate import evaluate
 from nearpolicy.trainer.loop import LoopOptions, Trainer
 from nearpolicy.trainer.loop import train as run_loop
 from nearpolicy.trainer.progress import Progress
 from nearpolicy.trainer.rundir import RunDir
-from nearpolicy.trainer.step import StepOptions, Stepper, learning_rate, score_trained
+from nearpolicy.trainer.team import world
 from nearpolicy.trainer.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+
+if TYPE_CHECKING:
+    from nearpolicy.build_ranks import Ranks
 
 Say = Callable[[str], None]
 SEEDS = "seeds"
 """Folder of a run directory in which the seed bank of a relay lies."""
 DATA = Path(__file__).parent / "tasks" / "data"
-SHIPPED = {"tiny": DATA / "tiny", "tiny-teacher": DATA / "tiny_teacher"}
+SHIPPED = {"tiny": DATA / "tiny", "tiny-teacher": DATA / "tiny_teacher", "tiny-moe": DATA / "tiny_moe"}
 TINY = SHIPPED["tiny"]
-SMALL_MODEL = 2_000_000
-"""Models with fewer parameters gain from a second CPU thread (1.4x on the tiny default) and lose with more."""
 
 
 def config_for(parts: Sequence[str], run: Path | str | None = None) -> Config:
@@ -74,21 +80,21 @@ def config_for(parts: Sequence[str], run: Path | str | None = None) -> Config:
 
 
 def model_folder(path: str) -> Path:
-    """Where the weights lie: `tiny` and `tiny-teacher` ship, `smollm2` is converted once, anything else is a folder."""
+    """Where the weights lie: `tiny`, `tiny-teacher` and `tiny-moe` ship, `smollm2` is converted once, anything else is a folder or a repository in
+    the cache."""
     if path in SHIPPED:
         return SHIPPED[path]
     if path == "smollm2":
         from nearpolicy.policy.smollm2 import convert_smollm2
 
         return convert_smollm2()
-    return Path(path)
+    return Path(path) if Path(path).exists() else cached_repository(path) or Path(path)
 
 
 def build_task(config: Config) -> tuple[Task, RewardSpec]:
     """The task and the reward it is trained with. Data are read and checked here, before any model is loaded."""
     t = config.task
-    rewards = tuple(Reward(function=r.function, name=r.name, weight=r.weight, options=r.options) for r in t.rewards)
-    spec = RewardSpec(rewards) if rewards else None
+    spec = given_rewards(config)
     task: Task
     if t.kind == "arithmetic":
         task = ArithmeticTask(modulus=t.modulus, num_ops=t.num_ops, strategies=t.strategies, heldout=t.heldout, seed=config.seed)
@@ -103,6 +109,12 @@ def build_task(config: Config) -> tuple[Task, RewardSpec]:
                         answers=not answers_optional(config))  # fmt: skip
     check_rewards(spec or task.reward, t.deadline)
     return task, spec or task.reward
+
+
+def given_rewards(config: Config) -> RewardSpec | None:
+    """The reward that the configuration names; None takes the task's own."""
+    rewards = tuple(Reward(function=r.function, name=r.name, weight=r.weight, options=r.options) for r in config.task.rewards)
+    return RewardSpec(rewards) if rewards else None
 
 
 def answers_optional(config: Config) -> bool:
@@ -179,14 +191,6 @@ def check_device(name: str) -> None:
         raise UsageError("device", got=repr(name), expected="auto, cpu or a GPU (cuda, cuda:0)", do=why) from None
 
 
-def set_threads(config: Config, num_parameters: int) -> None:
-    """`threads`, or at most two for a small model."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    elif num_parameters < SMALL_MODEL:
-        torch.set_num_threads(min(2, torch.get_num_threads()))
-
-
 @dataclasses.dataclass(slots=True)
 class Parts:
     """What training, evaluation and warm start share."""
@@ -196,7 +200,7 @@ class Parts:
     model: Any
     tokenizer: Any
     policy: HFPolicy
-    sampler: TorchSampler
+    sampler: Sampler
     pool: Verifier
     prompts: Prompts
     params: SamplingParams
@@ -204,60 +208,53 @@ class Parts:
 
     def publish(self, version: int) -> None:
         """The sampler holds the policy's weights from now on."""
-        if self.sampler.version != version:
-            self.sampler.load(self.policy.published_weights(), version)
+        publish(self.config, self.sampler, self.policy, version)
 
     def evaluate(self, version: int, name: str = "eval", *, run: RunDir | None = None) -> dict[str, float]:
         """Held-out prompts under the current weights: metric rows named `name/...`; with `run`, each prompt's values are stored there."""
         self.publish(version)
         e = self.config.eval
-        params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p)
+        params = dataclasses.replace(self.params, temperature=e.temperature, top_p=e.top_p, routes=False)
         sampled = evaluate(self.sampler, self.pool, self.prompts.heldout, params, n=e.samples, ks=e.k)
         values = sampled.values(name)
         if run is not None:
             run.write_evaluation(version, self.prompts.digest(), {k: none_for_nan(v) for k, v in sampled.by_prompt().items()})
         if e.greedy:
-            greedy = evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(self.params, temperature=0.0), n=1)
+            greedy = evaluate(self.sampler, self.pool, self.prompts.heldout, dataclasses.replace(params, temperature=0.0, top_p=1.0), n=1)
             if len(scores := greedy.average()):  # left out, like the other scores, when no response was scored
                 values[f"{name}/greedy"] = float(scores.mean())
         return values
 
 
 @contextmanager
-def assemble(config: Config, folder: Path, say: Say) -> Iterator[Parts]:
-    """Data first, then reward workers, then the model; everything is closed again."""
+def assemble(config: Config, folder: Path, say: Say, *, ranks: "Ranks | None" = None) -> Iterator[Parts]:
+    """Data first, then reward workers, then the model (spread over `ranks`); everything is closed again."""
     task, reward = build_task(config)
-    with RewardPool(reward, workers=config.task.workers, deadline_s=config.task.deadline) as pool:
-        m = config.model
-        set_threads(config, model_size(folder).parameters if folder.is_dir() and any(folder.glob("*.safetensors")) else SMALL_MODEL)
-        torch.manual_seed(config.seed)  # adapters are drawn from it
-        lora = LoraOptions(rank=m.lora.rank, alpha=m.lora.alpha, target_modules=m.lora.targets) if m.lora else None
-        model, tokenizer = load_model(folder, device=config.device, lora=lora, gradient_checkpointing=m.gradient_checkpointing)
-        policy = HFPolicy(model, tokenizer=tokenizer, dtype=m.dtype, token_budget=config.train.token_budget, shared_prompts=m.shared_prompts)
+    refuse_without_experts(config, folder)
+    with RewardPool(reward, workers=config.task.workers, deadline_s=config.task.deadline) as pool, ExitStack() as ends:
+        policy, sampler = _alone(config, folder, say) if ranks is None else ranks.assemble(config, folder)
+        ends.callback(close, sampler)
+        model, tokenizer = policy.model, policy.tokenizer
         prompts = Prompts(task, tokenizer, config, say)
-        sampler = _sampler(config, folder, model, tokenizer, policy)
         r = config.rollout
         params = SamplingParams(
             max_tokens=r.max_tokens, temperature=r.temperature, eos_ids=eos_ids(model, tokenizer), stop_strings=r.stop_strings, seed=config.seed,
-            entropy=config.log.behavior_entropy,
+            entropy=config.log.behavior_entropy, routes=config.routing.replay == "r3",
         )  # fmt: skip
         verifier = OptionalAnswers(pool) if answers_optional(config) else pool
         yield Parts(config, task, model, tokenizer, policy, sampler, verifier, prompts, params, say)
 
 
-def _sampler(config: Config, folder: Path, model: Any, tokenizer: Any, policy: HFPolicy) -> TorchSampler:
-    """On the trainer's own module where both compute in float32, else on a copy that publications fill."""
-    if config.model.lora is not None:
-        plain, _ = load_model(folder, dtype="bfloat16" if policy.bfloat16 else "float32", device=config.device)
-        return TorchSampler(plain, tokenizer, max_rows=config.rollout.max_rows)
-    dtype = torch.bfloat16 if policy.bfloat16 else None
-    return TorchSampler(model, tokenizer, max_rows=config.rollout.max_rows, dtype=dtype)
+def _alone(config: Config, folder: Path, say: Say) -> tuple[HFPolicy, Sampler]:
+    policy = load_policy(config, folder)
+    return policy, build_sampler(config, folder, policy, say=say)
 
 
-def rollout_source(parts: Parts, run: Path) -> RolloutSource:
-    """Who writes the responses of this run; demonstrations of finite data are all checked here."""
+def rollout_source(parts: Parts, run: Path, workers: SharedWorkers | None = None) -> RolloutSource:
+    """Who writes the responses of this run; demonstrations of finite data are all checked here. What a source writes ahead, `workers` write."""
+    sampler = parts.sampler if workers is None else pooled(parts.config, workers)
     source = build_source(
-        parts.config, task=parts.task, sampler=parts.sampler, params=parts.params, tokenizer=parts.tokenizer,
+        parts.config, task=parts.task, sampler=sampler, params=parts.params, tokenizer=parts.tokenizer,
         vocabulary=parts.model.config.get_text_config().vocab_size, folder=run / SEEDS,
     )  # fmt: skip
     if isinstance(source, DemonstrationSource):
@@ -266,77 +263,44 @@ def rollout_source(parts: Parts, run: Path) -> RolloutSource:
     return source
 
 
-def build_schedule(
-    parts: Parts, chosen: Method, source: RolloutSource, *, reference: HFPolicy | None = None, teacher: Teacher | None = None
-) -> SyncSchedule:  # fmt: skip
-    """Sync schedule on this source."""
-    c, r = parts.config, parts.config.rollout
-    normalize = c.advantage.normalize_std if c.advantage.normalize_std is not None else chosen.normalize_std
-    options = SyncOptions(
-        prompts=r.prompts, group_size=r.group_size, updates_per_rollout=c.schedule.updates_per_rollout, baseline=c.advantage.baseline,
-        normalize_std=normalize, dynamic_sampling=r.dynamic_sampling, max_redraws=r.max_redraws, max_tokens=r.max_tokens,
-        overlong_buffer=r.overlong_buffer, mask_truncated=r.mask_truncated,
-        mask_prefix=isinstance(r, RelayRollout) and r.prefix_tokens == "mask", needs_reward=chosen.needs_advantage,
-    )  # fmt: skip
-    proximal = "logp_proximal" in needed(chosen, build_mixture(c))
-
-    def annotate(batch: Batch) -> Batch:
-        columns: dict[str, Any] = {}
-        if proximal:
-            columns["logp_proximal_BT"] = score_trained(parts.policy, batch).to(batch.token_BT.device)
-        if reference is not None:
-            columns["logp_reference_BT"] = score_trained(reference, batch).to(batch.token_BT.device)
-        return dataclasses.replace(batch, **columns)
-
-    return SyncSchedule(
-        options, source=source, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, annotate=annotate, teach=scores(teacher)
-    )
-
-
-def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, resume: TrainerState | None, again: bool) -> Trainer:
+def build_trainer(
+    parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, resume: TrainerState | None, again: bool,
+    workers: SharedWorkers | None = None, ranks: "Ranks | None" = None,
+) -> Trainer:  # fmt: skip
     """Optimizer, schedule, trackers and progress; with `resume`, everything as it was after that update.
 
     Args:
         again: the run directory was there before: rows after the update gone on from (all of them when there is none) are written anew.
     """
     c, t = parts.config, parts.config.train
-    parameters = parts.policy.trainable_parameters()
-    fused = parts.policy.device.type in ("cpu", "cuda")
-    optimizer = torch.optim.AdamW(parameters, lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=fused)
-    names = {id(p): n for n, p in parts.model.named_parameters()}
-    mixture = build_mixture(c)
-    teacher = build_teacher(c, parts.policy, parts.prompts.known() if c.task.kind == "rows" else [], folder=model_folder, say=parts.say)
-    reference = _reference(parts) if reads_reference(c, chosen, mixture) else None
-    schedule = build_schedule(parts, chosen, source, reference=reference, teacher=teacher)
-    master = c.model.lora is not None
+    given: dict[str, Any] = {"prompts": parts.prompts.known() if c.task.kind == "rows" else [], "folder": model_folder, "say": parts.say}
+    if ranks is None:
+        learner = build_learner(c, parts.policy, chosen, **given)
+        teacher = learner.teacher
+    else:
+        learner = ranks.learn(step_folder(run.checkpoints, resume.step) if resume else None, **given)
+        teacher = ranks.teacher(learner.teacher)
+    wiring = Wiring(policy=parts.policy, verifier=parts.pool, prompt_at=parts.prompts.at, publish=parts.publish, reference=learner.reference,
+                    teach=scores(teacher), workers=workers, run=run.path, say=parts.say)  # fmt: skip
+    schedule = build_schedule(c, chosen, source, wiring)
     start = resume.step if resume else 0
     if resume:
-        if master:
-            parts.policy.load_state_dict({**parts.policy.state_dict(), **resume.master})
-        load_optimizer_tensors(optimizer, names, resume.optimizer)
+        if ranks is None:
+            learner.restore(resume.optimizer, resume.master)
         take_files(resume, run.path / SEEDS)
         schedule.load_state_dict(resume.schedule)
 
     def trainer_state(step: int, schedule_state: Mapping[str, Any], extra: dict[str, Any]) -> TrainerState:
-        own = {n: p.detach() for n, p in parts.model.named_parameters() if p.requires_grad} if master else {}
-        files = {name: run.path / SEEDS / name for name in schedule_state["source"].get("files", [])}
-        return TrainerState(
-            step=step, optimizer=optimizer_tensors(optimizer, names), master=own, schedule=dict(schedule_state), extra=extra, files=files
-        )
+        state, own = learner.state() if ranks is None else ranks.state()
+        files = {name: run.path / SEEDS / name for name in schedule_state.get("source", {}).get("files", [])}
+        return TrainerState(step=step, optimizer=state, master=own, schedule=dict(schedule_state), extra=extra, files=files)
 
-    stepper = Stepper(
-        parts.policy, chosen, optimizer,
-        StepOptions(grad_clip=t.grad_clip, kl_coefficient=t.kl_coefficient, kl_estimator=t.kl_estimator, entropy_coefficient=t.entropy_coefficient,
-                    steps=t.steps),
-        lambda step: learning_rate(step, peak=t.lr, steps=t.steps, warmup=t.warmup, decay=t.decay, floor=t.min_lr),
-        mixture=mixture, full=full_signal(c, teacher),
-    )  # fmt: skip
     trainer = Trainer(
         options=LoopOptions(
             steps=t.steps, eval_every=c.eval.every, checkpoint_every=c.checkpoint.every, keep=c.checkpoint.keep, log_every=c.log.every,
             rollouts_every=c.log.rollouts_every, rollouts=c.log.rollouts,
         ),
-        schedule=schedule, stepper=stepper, run=run, trackers=_trackers(c, run, (start if resume else -1) if again else None),
+        schedule=schedule, stepper=learner.stepper, run=run, trackers=_trackers(c, run, (start if resume else -1) if again else None),
         progress=Progress(t.steps, start=start), evaluate=(lambda at: parts.evaluate(at, run=run)) if parts.prompts.heldout else None,
         save_model=parts.policy.save,
         trainer_state=trainer_state, decode=lambda ids: [parts.tokenizer.decode([i]) for i in ids], start=start,
@@ -349,13 +313,6 @@ def build_trainer(parts: Parts, run: RunDir, chosen: Method, source: RolloutSour
         trainer.clock, trainer.eval_s, trainer.tokens_trained = (resume.extra[k] for k in ("clock", "eval_s", "tokens_trained"))
         trainer.spared = set(resume.extra["spared"])
     return trainer
-
-
-def _reference(parts: Parts) -> HFPolicy:
-    """The model of reference.path, or a frozen copy of the initial one. On a resume the initial weights are read again from model.path."""
-    c = parts.config
-    folder = model_folder(c.reference.path or c.model.path)
-    return load_scorer(folder, device=c.device, dtype=None, student=parts.policy, token_budget=c.train.token_budget, name="reference")
 
 
 def _trackers(config: Config, run: RunDir, resume_at: int | None) -> list[Tracker]:
@@ -375,15 +332,29 @@ def none_for_nan(value_N: Any) -> list[float | None]:
 def train(config: Config, out: Path | str, *, resume: bool = False, report: bool = True, say: Say = print) -> Path:
     """Train and write the report; returns its path (that of the run directory with `report` off, for runs of which there are many).
 
+    In a process that torchrun (or whatever sets its environment) made one of several ranks, all of them train together: rank 0 as above, the others
+    as it says, until the run ends. What they return is the run directory; where the run fails their processes end.
+
     Raises:
         NearPolicyError: what is wrong with the configuration, data, model or run directory, before anything is sampled; or what stopped
             the run, after a checkpoint was written.
     """
+    if world()[1] == 1:
+        return _train(config, Path(out), resume=resume, report=report, say=say, ranks=None)
+    from nearpolicy.build_ranks import joined
+
+    with joined(config, folder=model_folder) as ranks:
+        if not ranks.leads:
+            ranks.serve()
+            return Path(out)
+        return _train(config, Path(out), resume=resume, report=report, say=say, ranks=ranks)
+
+
+def _train(config: Config, path: Path, *, resume: bool, report: bool, say: Say, ranks: "Ranks | None") -> Path:
     chosen = build_method(config)
     for warning in refuse(config, chosen):
         say(f"warning: {warning}")
     check_device(config.device)
-    path = Path(out)
     folder = model_folder(config.model.path)
     compare_all(config, chosen, folder, model_folder)
     run, state = RunDir.open(path, config) if resume else None, None
@@ -401,27 +372,30 @@ def train(config: Config, out: Path | str, *, resume: bool = False, report: bool
                                  expected=f"fewer than train.steps = {config.train.steps}", do="Raise train.steps to train on.")  # fmt: skip
         elif path.exists() and (not path.is_dir() or any(path.iterdir())):
             RunDir.create(path, config)  # raises before anything is loaded
-        with assemble(config, folder, say) as parts:
-            source = rollout_source(parts, path)
+        with assemble(config, folder, say, ranks=ranks) as parts, rollout_workers(config, parts.policy, model_folder(config.model.path)) as workers:
+            source = rollout_source(parts, path, workers)
             if run is None:
                 run = RunDir.create(path, config)
             _show_prompt(parts, say)
-            _run(parts, run, chosen, source, state=state, resume=resume, report=report)
+            make = functools.partial(build_trainer, parts, run, chosen, source, resume=state, again=resume, workers=workers, ranks=ranks)
+            _run(run, make, start=state.step if state else 0, report=report)
             return run.path / "report.html" if report else run.path
     finally:
         if run is not None:
             run.close()
 
 
-def _run(parts: Parts, run: RunDir, chosen: Method, source: RolloutSource, *, state: TrainerState | None, resume: bool, report: bool) -> None:
+def _run(run: RunDir, make: Callable[[], Trainer], *, start: int, report: bool) -> None:
     """The loop, and a report however it ends."""
-    run.set_status("running", step=state.step if state else 0)
+    run.set_status("running", step=start)
     try:
-        run_loop(build_trainer(parts, run, chosen, source, resume=state, again=resume))
+        trainer = make()
+        with closing(trainer.schedule):
+            run_loop(trainer)
     except BaseException as error:
         with suppress(NearPolicyError, OSError):
             if run.status().get("status") == "running":
-                run.set_status("failed", step=state.step if state else 0, message=str(error))
+                run.set_status("failed", step=start, message=str(error))
             if report:
                 _report(run)
         raise
@@ -442,7 +416,8 @@ def _show_prompt(parts: Parts, say: Say) -> None:
 
 
 def check(config: Config) -> str:
-    """The resolved configuration and what follows from it.
+    """The resolved configuration and what follows from it. Models of the hub that are not in the cache, and then data that are not here either,
+    are named as not checked; everything else is.
 
     Raises:
         UsageError: settings that contradict or cannot act, a device that is not there, prompts that the model's tokenizer cannot render.
@@ -452,16 +427,22 @@ def check(config: Config) -> str:
     chosen = build_method(config)
     refuse(config, chosen)
     check_device(config.device)
-    task, reward = build_task(config)
-    reward.functions()
-    check_source(config, task)
+    models = models_away(config, chosen, model_folder)
+    data = data_away(config) if models else {}
+    said = unchecked(models, data)
+    spec = given_rewards(config)
+    if not data:
+        task, spec = build_task(config)
+        check_source(config, task)
+    if spec is not None:
+        spec.functions()
     path = config.model.path
-    if path == "smollm2":  # converting it is the business of a run
-        return describe_config(config, chosen, None)
+    if path == "smollm2" or models or data:  # converting smollm2 is the business of a run
+        return "\n".join([describe_config(config, chosen, None), *(f"# {text}" for text in said)])
     folder = model_folder(path)
+    refuse_without_experts(config, folder)
     compare_all(config, chosen, folder, model_folder)
     tokenizer, size = load_tokenizer(folder), model_size(folder)
-    said: list[str] = []
     prompts = Prompts(task, tokenizer, config, said.append)
     prompts.at(0)
     for key, scorer in scoring_models(config).items():
@@ -470,4 +451,5 @@ def check(config: Config) -> str:
         said.append(f"{key}: {scorer.path}, {where}")
     if config.teacher is not None and config.teacher.column is not None:
         route_of(config, prompts.known())
+    said += routing_facts(config, folder)
     return "\n".join([describe_config(config, chosen, size), *(f"# {text}" for text in said)])

@@ -76,6 +76,7 @@ def build_source(
         encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         eos_id=tokenizer.eos_token_id if tokenizer.eos_token_id in params.eos_ids else min(params.eos_ids),
         eos_ids=params.eos_ids, vocabulary=vocabulary, max_tokens=params.max_tokens,
+        unknown_id=getattr(tokenizer, "unk_token_id", None),
     )  # fmt: skip
     return DemonstrationSource(
         source, solutions=_solutions(config, task), encoder=encoder, per_group=r.demonstrations.per_group, params=params,

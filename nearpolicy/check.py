@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearpolicy.check_routing import refuse_routing
+from nearpolicy.check_sampler import refuse_sampler
+from nearpolicy.check_schedule import derived_schedule, schedule_warnings
 from nearpolicy.check_teacher import build_mixture, reads_reference, refuse_teacher
-from nearpolicy.config import MOST_RESPONSES, Config, LengthRatioCut, RelayRollout, Rollout
+from nearpolicy.config import Config, LengthRatioCut, RelayRollout, Rollout
+from nearpolicy.config_base import MOST_RESPONSES
 from nearpolicy.errors import UsageError
 from nearpolicy.layers import to_toml, to_tree
 from nearpolicy.methods import Method, method
 from nearpolicy.sources.bank import bound_bytes
 
-IMPORTANCE_FREE = ("reinforce",)
 TYPICAL_PROMPT = 512
 """Prompt tokens that the memory estimate counts with, where the limit is higher."""
 ROLLOUT_TOKEN_BYTES = 64
@@ -67,13 +70,16 @@ def refuse(config: Config, chosen: Method) -> list[str]:
     teacher_warnings = refuse_teacher(config, chosen, build_mixture(config))
     if train.warmup >= train.steps:
         raise UsageError("train.warmup", got=train.warmup, expected=f"less than train.steps = {train.steps}", do="Lower it.")
-    warnings = teacher_warnings
-    if parts == 1 and chosen.options["denominator"] == "behavior" and chosen.name not in IMPORTANCE_FREE and chosen.needs_advantage:
-        warnings.append(f"updates_per_rollout = 1: every ratio is 1 up to rounding, so {chosen.name}'s weight cannot act")
+    warnings = teacher_warnings + schedule_warnings(config, chosen)
     if chosen.parts.kernel.demonstration is not None and rollout.demonstrations is None:
         warnings.append(f"no rollout.demonstrations: {chosen.name} then is the clipped ratio alone")
     if isinstance(rollout, RelayRollout):
         warnings += _relay_warnings(rollout)
+        if config.ratio.scope is not None and chosen.parts.kernel.level == "token":
+            warnings.append(f"ratio.scope does nothing with {chosen.name}: its ratios are those of single tokens")
+    warnings += refuse_routing(config)
+    warnings += refuse_sampler(config, chosen)
+    warnings += _correction_warnings(config, chosen)
     if config.eval.every == 0 or config.task.heldout == 0:
         warnings.append("no evaluation during the run")
     if train.decay == "constant" and train.min_lr:
@@ -92,6 +98,13 @@ def _refuse_sources(rollout: Rollout, chosen: Method) -> None:
                          do="Only luffy has a weight for tokens without behaviour log-probs.")  # fmt: skip
     if not isinstance(rollout, RelayRollout):
         return
+    whole = isinstance(rollout.cut, LengthRatioCut) and rollout.cut.ratio == 1 and rollout.refresh > 1 and rollout.relayed > 0
+    if whole and rollout.prefix_tokens == "mask":
+        raise UsageError("rollout.prefix_tokens", got="mask with rollout.cut.ratio = 1", expected="tokens to train on in a relayed response",
+                         do="Lower rollout.cut.ratio, or take rollout.prefix_tokens=train.")  # fmt: skip
+    if whole and rollout.prefix == "shared_in_group" and rollout.relayed == rollout.group_size:
+        raise UsageError("rollout.prefix", got="shared_in_group with rollout.cut.ratio = 1", expected="responses that differ inside a group",
+                         do="A group would be one response, with advantage 0: lower rollout.cut.ratio, or take per_sample.")  # fmt: skip
     if rollout.relayed + shown > rollout.group_size:
         raise UsageError("rollout.relayed_per_group", got=rollout.relayed, expected=f"at most {rollout.group_size - shown} = rollout.group_size"
                          + (" - rollout.demonstrations.per_group" if shown else ""), do="Lower it, or raise rollout.group_size.")  # fmt: skip
@@ -101,14 +114,31 @@ def _refuse_sources(rollout: Rollout, chosen: Method) -> None:
                          do="Raise it, or lower rollout.refresh, rollout.prompts or rollout.max_tokens.")  # fmt: skip
 
 
+def _correction_warnings(config: Config, chosen: Method) -> list[str]:
+    """Corrections that have nothing to act on."""
+    correction = chosen.options["correction"]
+    if correction is None:
+        return []
+    if config.model.dtype == "float32" and config.sampler.kind == "torch" and not config.routing.sampler_noise:
+        return [f"method.correction = {correction} cannot act: the sampler computes in float32 with the trainer's own weights, so proximal and "
+                "behaviour log-probs agree up to rounding"]  # fmt: skip
+    return []
+
+
 def _relay_warnings(rollout: RelayRollout) -> list[str]:
-    """Relays that keep nothing or everything."""
+    """Relays that keep nothing or everything, and a reserve that nothing draws from."""
+    out = []
+    if rollout.reserve != RelayRollout.model_fields["reserve"].default and not rollout.dynamic_sampling:
+        out.append("rollout.reserve does nothing without rollout.dynamic_sampling: no group is rejected")
     if rollout.refresh == 1 or rollout.relayed == 0:
-        return ["rollout.refresh = 1: nothing is relayed" if rollout.refresh == 1 else "rollout.relayed_per_group = 0: nothing is relayed"]
+        key = "rollout.refresh = 1" if rollout.refresh == 1 else "rollout.relayed_per_group = 0"
+        return [*out, f"{key}: nothing is relayed"]
     ratio = rollout.cut.ratio if isinstance(rollout.cut, LengthRatioCut) else None
     if ratio == 0:
-        return ["rollout.cut.ratio = 0: seeds are written and nothing of them is kept"]
-    return ["rollout.cut.ratio = 1: stored responses are replayed as they are, nothing is written anew"] if ratio == 1 else []
+        out.append("rollout.cut.ratio = 0: seeds are written and nothing of them is kept")
+    if ratio == 1:
+        out.append("rollout.cut.ratio = 1: stored responses are replayed as they are, nothing is written anew")
+    return out
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -160,6 +190,7 @@ def derived(config: Config, size: Size | None) -> dict[str, str]:
         "rollout batches": f"{math.ceil(config.train.steps / n)} ({config.train.steps} updates)",
         "responses": f"{math.ceil(config.train.steps / n) * rows}",
     }
+    out |= derived_schedule(config)
     if isinstance(r, RelayRollout) and r.stored_responses:
         out["relay cycle"] = f"{r.refresh} rollout batches = {r.refresh * n} updates; {r.relayed} of {r.group_size} in each group relayed"
         out["seed bank"] = f"{r.stored_responses} responses, at most {bound_bytes(r.stored_responses, r.max_tokens) / 2**20:.1f} MiB on disk"

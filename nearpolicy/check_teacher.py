@@ -1,5 +1,7 @@
 """Refusing teachers that do not fit method and data, and the mixture that a configuration asks for. Reads no files."""
 
+from collections.abc import Mapping
+
 from nearpolicy.config import Config, ScoringModel
 from nearpolicy.errors import UsageError
 from nearpolicy.methods import Method, method
@@ -54,12 +56,35 @@ def refuse_teacher(config: Config, chosen: Method, mixture: Mixture | None) -> l
         raise UsageError("rollout.demonstrations", got="them beside a teacher", expected="responses that the student wrote",
                          do="A teacher's signal is about the student's own tokens: remove one of the two.")  # fmt: skip
     _refuse_places(config)
+    row, given, where = (chosen, config.method.options, "method") if d is None or mixture is None else (mixture.row, d.options, "distill")
+    warnings = _weight_warnings(row, given, where)
     if t.signal == "full_vocabulary":
         _refuse_full(config, chosen, mixture)
-    warnings = _reference_warnings(config, chosen, mixture)
+    warnings += _reference_warnings(config, chosen, mixture)
+    if d is not None and d.coefficient == 0:
+        warnings.append("distill.coefficient = 0: the teacher is only measured")
     if "logp_teacher" not in needs:
         warnings.append(f"{chosen.name} does not read the teacher: it is only measured (set distill.name to train on it)")
     return warnings
+
+
+def _weight_warnings(row: Method, given: Mapping[str, object], where: str) -> list[str]:
+    """Options of a distillation row that were given and cannot act beside the others.
+
+    Raises:
+        UsageError: a profile that picks nothing of the response.
+    """
+    options = row.options
+    profile = options.get("profile")
+    if profile in ("prefix", "suffix") and options["fraction"] == 0:
+        raise UsageError(f"{where}.fraction", got=f"0 with {where}.profile = {profile}", expected="more than 0", do="Nothing would be trained on.")
+    acts = {
+        "fraction": profile is not None, "curriculum": profile == "curriculum", "multiplier": profile == "amplify_prefix",
+        **dict.fromkeys(("alpha", "partition"), options.get("weight") == "ideal"),
+    }  # fmt: skip
+    need = {"fraction": "profile", "curriculum": "profile = curriculum", "multiplier": "profile = amplify_prefix"}
+    idle = [name for name, act in acts.items() if name in given and not act]
+    return [f"{where}.{name} does nothing without {where}.{need.get(name, 'weight = ideal')}" for name in idle]
 
 
 def _reference_warnings(config: Config, chosen: Method, mixture: Mixture | None) -> list[str]:

@@ -17,6 +17,10 @@ except KeyboardInterrupt:  # `main` is not there yet to say it
     sys.stderr.write("error: interrupted; nothing was written\n")
     sys.exit(130)
 
+if os.environ.get("WORLD_SIZE", "1") != "1":
+    # When a rank is gone, torch warns with a stack trace for each connection, before we say what happened; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 Command = Callable[..., Any]
 MOST_UPDATES = 100_000_000
 """Of `sft`."""
@@ -37,7 +41,8 @@ def _guard(command: Command) -> Command:
         except NearPolicyError as error:
             if debug:
                 traceback.print_exc()
-            click.echo(f"error: {error}", err=True)
+            if not _follows():
+                click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo(f"error: {_interrupted(click.get_current_context().meta.get(WRITES))}", err=True)
@@ -55,6 +60,11 @@ def _guard(command: Command) -> Command:
             sys.exit(70)
 
     return guarded
+
+
+def _follows() -> bool:
+    """True on ranks but the first of a training under torchrun, which all read the same words: what is wrong with them is said once."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
 
 
 def _writes(kind: str, path: Path) -> Path:
@@ -127,14 +137,15 @@ def cli() -> None:
 @click.option("--resume", is_flag=True, help="Go on with the run in --out; without parts, its own configuration is taken.")
 @_guard
 def train(parts: Sequence[str], out: Path | None, resume: bool) -> None:
-    """Train; without arguments the embedded default (recipe `tiny`)."""
+    """Train; without arguments the embedded default (recipe `tiny`). Several ranks: torchrun --nproc-per-node N -m nearpolicy train ..."""
     from nearpolicy import build
 
     if resume and out is None:
         raise UsageError("--resume", got="no --out", expected="the run to go on with", do="Give --out DIR.")
     target = _writes("run", out or default_out(parts))
     report = build.train(build.config_for(parts, out if resume else None), target, resume=resume, say=click.echo)
-    click.echo(f"report: {report}")
+    if not _follows():
+        click.echo(f"report: {report}")
 
 
 @cli.command()
@@ -227,6 +238,18 @@ def check(parts: Sequence[str]) -> None:
 
 
 @cli.command()
+@PARTS
+@click.option("--prompts", type=click.IntRange(1, 65_536), help="Prompts sampled (default: rollout.prompts, at most 32).")
+@_guard
+def health(parts: Sequence[str], prompts: int | None) -> None:
+    """Sample once with the engine, score with the trainer: do they agree? Trains and writes nothing; exit code 1 when they do not."""
+    from nearpolicy import build
+    from nearpolicy.health import health as examined
+
+    examined(build.config_for(parts, None), prompts=prompts, say=click.echo)
+
+
+@cli.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="The page (default: report.html in the first run).")
 @_guard
@@ -274,9 +297,11 @@ def recipes() -> None:
     """List the recipes that ship with the package."""
     from nearpolicy.layers import RECIPES, recipe_names
 
-    for name in recipe_names():
+    names = recipe_names()
+    width = max(map(len, names))
+    for name in names:
         first = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        click.echo(f"{name:24} {first}")
+        click.echo(f"{name:{width}} {first}")
 
 
 def default_out(parts: Sequence[str], kind: str = "") -> Path:
@@ -285,7 +310,7 @@ def default_out(parts: Sequence[str], kind: str = "") -> Path:
 
     from nearpolicy.layers import is_override
 
-    named = [Path(p).stem for p in parts if not is_override(p)]
+    named = [Path(p).name.removesuffix(".toml") for p in parts if not is_override(p)]
     return Path("runs") / "-".join([*(named[-1:] or ["tiny"]), *([kind] if kind else []), time.strftime("%Y%m%d-%H%M%S")])
 
 

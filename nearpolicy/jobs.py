@@ -18,7 +18,7 @@ from nearpolicy.build import Say, assemble, model_folder
 from nearpolicy.config import Config
 from nearpolicy.errors import EngineError, UsageError
 from nearpolicy.layers import resolve, to_tree
-from nearpolicy.policy.hf import load_model
+from nearpolicy.policy.loading import load_model
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.tasks.order import PromptOrder
 from nearpolicy.trainer.relay_inference import check_earlier, relay_inference
@@ -40,7 +40,8 @@ def sft(
     """Supervised training on the task's demonstrations; writes a Hugging Face folder and returns it.
 
     Args:
-        from_scratch: random weights of the tiny architecture instead of `model.path`, drawn with `seed`.
+        from_scratch: random weights of the tiny architecture (the sparse one where `model.path` is `tiny-moe`) in place of those of `model.path`,
+            drawn with `seed`.
         steps, lr, batch_size: None takes the defaults of `SftOptions`.
     """
     from nearpolicy.policy.tiny import make_tiny
@@ -52,7 +53,8 @@ def sft(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"--out {target}", got="it exists", expected="a new directory", do="Choose another --out.")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = make_tiny(scratch, seed=config.seed) if from_scratch else model_folder(config.model.path)
+        sparse = config.model.path == "tiny-moe"
+        folder = make_tiny(scratch, seed=config.seed, experts=sparse) if from_scratch else model_folder(config.model.path)
         with assemble(config, folder, say) as parts:
             every = max(1, options.steps // 20)
 
@@ -68,7 +70,7 @@ def sft(
             parts.model.train()
             result = run_sft(parts.model, example, options=options, evaluate=score if parts.prompts.heldout else None, progress=show)
             parts.model.eval()
-            facts = {"task": to_tree(config)["task"], "model": "tiny, from scratch" if from_scratch else config.model.path}
+            facts = {"task": to_tree(config)["task"], "model": f"tiny{'-moe' if sparse else ''}, from scratch" if from_scratch else config.model.path}
             save_sft(target, parts.model, parts.tokenizer, result=result, options=options, facts=facts)
     say("  ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items()))
     return target
@@ -161,7 +163,7 @@ def _relay(config: Config, folder: Path, before: Path, shares: Sequence[float], 
     """Both models side by side on the prompts of one configuration."""
     with assemble(config, folder, say) as built:
         model, tokenizer = load_model(before, device=config.device)
-        check_earlier(built.sampler.model, built.tokenizer, model, tokenizer, name=str(before))
+        check_earlier(built.model, built.tokenizer, model, tokenizer, name=str(before))
         first = TorchSampler(model, tokenizer, max_rows=config.rollout.max_rows, dtype=torch.bfloat16 if built.policy.bfloat16 else None)
         built.publish(0)
         params = dataclasses.replace(built.params, temperature=config.eval.temperature, top_p=config.eval.top_p)
@@ -194,7 +196,8 @@ def _fractions(text: str) -> list[float]:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
         shares = []
-    if not shares or not all(0 <= f <= 1 for f in shares):
-        raise UsageError("--relay-fraction", got=repr(text), expected="numbers from 0 to 1 with commas between, for example 0.3,0.5",
+    # Curves are named by six digits.
+    if not shares or not all(0 <= f <= 1 for f in shares) or len({f"{f:g}" for f in shares}) < len(set(shares)):
+        raise UsageError("--relay-fraction", got=repr(text), expected="numbers from 0 to 1 that differ in six digits, for example 0.3,0.5",
                          do="Write the share of each response that the earlier checkpoint writes.")  # fmt: skip
     return shares

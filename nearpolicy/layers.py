@@ -65,6 +65,10 @@ def _explain(error: ValidationError) -> UsageError:
     """One line for everything pydantic found."""
     known = known_keys()
     parts, hints = [], []
+    if error.error_count() == 1 and (range_ := _range(error.errors()[0]["msg"])):
+        e = error.errors()[0]
+        key = ".".join(_without_kinds([str(p) for p in e["loc"]]))
+        return UsageError("configuration", got=f"{key} = {_short(e['input'])}", expected=range_, do="`nearpolicy check` shows the resolved tree.")
     for e in error.errors():
         loc = _without_kinds([str(p) for p in e["loc"]])
         key = ".".join(loc)
@@ -85,6 +89,19 @@ def _explain(error: ValidationError) -> UsageError:
             parts.append(f"{key} is missing" if e["type"] == "missing" else f"{key} = {_short(e['input'])} ({why})")
     hint = " ".join(dict.fromkeys(hints)) or "See `nearpolicy check` for the resolved tree and docs/reference for every key."
     return UsageError("configuration", got="; ".join(parts), expected="known keys with values in range", do=hint)
+
+
+_RANGES = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
+
+
+def _range(message: str) -> str | None:
+    """What a value should have been, in plain words, where pydantic's message says nothing else."""
+    message = message.removeprefix("Value error, ")
+    for start in ("Input should be ", "must be "):
+        if message.startswith(start):
+            rest = message.removeprefix(start)
+            return next((rest.replace(long, short, 1) for long, short in _RANGES.items() if rest.startswith(long)), rest)
+    return None
 
 
 def _short(value: Any) -> str:
@@ -137,8 +154,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def recipe_names() -> list[str]:
-    """Recipes that ship with the package."""
-    return sorted(p.stem for p in RECIPES.glob("*.toml"))
+    """Recipes that ship with the package, those of the papers (`papers/...`) last."""
+    names = [p.relative_to(RECIPES).as_posix().removesuffix(".toml") for p in RECIPES.rglob("*.toml")]
+    return sorted(names, key=lambda name: ("/" in name, name))
 
 
 def find_recipe(name: str) -> Path:

@@ -394,7 +394,7 @@ def _plain(name: str) -> Method:
 def policy_loss(
     method: str | Method, *, logp: Tensor, logp_behavior: Tensor, advantage: Tensor | None = None, mask: Tensor,
     response_mask: Tensor | None = None, logp_proximal: Tensor | None = None, logp_teacher: Tensor | None = None,
-    logp_reference: Tensor | None = None, prefix_length: Tensor | None = None, off_policy: Tensor | None = None,
+    logp_reference: Tensor | None = None, prefix_length: Tensor | None = None, off_policy: Tensor | None = None, older: Tensor | None = None,
     num_tokens: Count | None = None, num_sequences: Count | None = None, statistics: Statistics | None = None,
     options: Mapping[str, Any] | None = None, check: bool | None = None,
 ) -> LossOutput:  # fmt: skip
@@ -411,6 +411,8 @@ def policy_loss(
         prefix_length: [B], tokens of a relayed prefix at the start of each response; they keep `logp_behavior` as denominator and no
             correction acts on them.
         off_policy: [B], True at demonstration rows (LUFFY).
+        older: [B, T], True at tokens that an older policy than the proximal one wrote (responses in flight over a publication, groups that
+            waited); treated as a relayed prefix is, but inside the segment in which they stand. None: the proximal policy wrote them all.
         num_tokens, num_sequences: trained tokens and rows with a trained token of the whole optimizer batch over all devices; None
             means this batch is everything. With them the losses and gradients of micro-batches add up to the batch's.
         statistics: `method.prepare(columns)` of the whole optimizer batch, for rows that need it (`Method.needs_statistics`).
@@ -436,6 +438,7 @@ def policy_loss(
     columns = loss.columns(
         logp=logp, logp_behavior=logp_behavior, mask=mask, response_mask=response_mask, advantage=advantage, logp_proximal=logp_proximal,
         logp_teacher=logp_teacher, logp_reference=logp_reference, prefix_length=prefix_length, off_policy=off_policy,
+        older=older,
     )  # fmt: skip
     if off_policy is not None and chosen.parts.kernel.demonstration is None and bool(off_policy.any()):
         raise UsageError(
@@ -444,7 +447,7 @@ def policy_loss(
         )  # fmt: skip
     reads = check if check is not None else logp.device.type == "cpu"
     if reads:
-        loss.check_flags(mask=mask, response_mask=response_mask, off_policy=off_policy)
+        loss.check_flags(mask=mask, response_mask=response_mask, off_policy=off_policy, older=older)
         loss.check(chosen.parts, columns)
         loss.check_prefix(prefix_length, columns.response_mask)
     out = loss.compute(chosen.parts, columns, num_tokens=num_tokens, num_sequences=num_sequences, statistics=statistics)

@@ -128,7 +128,10 @@ LOG_RATIO_EDGES: tuple[float, ...] = (*(-m for m in reversed(_MAGNITUDES)), 0.0,
 """Edges for log ratios and log weights, in nats: signed, eight bins a decade from 1e-4 to 1e4, and 0."""
 
 
-HISTOGRAMS = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES}
+MISMATCH_EDGES: tuple[float, ...] = (0.0, *(10 ** (k / 8) for k in range(-64, 17)))
+"""Edges for what trainer and engine differ by, in nats: 0, and eight bins a decade from 1e-8 to 1e2."""
+
+HISTOGRAMS = {"weight/log_sequence": LOG_RATIO_EDGES, "ratio/log_token": LOG_RATIO_EDGES, "mismatch/abs": MISMATCH_EDGES}
 """Edges of every histogram metric, by name: what the report and the trackers draw counts with."""
 
 
@@ -322,6 +325,13 @@ for _row in (
     ("weight/q_mean_w", "weight", "band", "E_Q[W] = E[phi W] / E[phi] over responses", None),
     ("correction/mean", "weight", "band", "mean trainer/engine correction over the tokens it acts on", None),
     ("correction/masked_frac", "fraction", "down", "tokens removed or gated by the correction", None),
+    # trainer against engine, at tokens of age 0
+    ("mismatch/tokens", "tokens", "none", "trained tokens written by the very weights that train on them: what mismatch/* is measured on", None),
+    ("mismatch/abs_mean", "nats", "down", "mean |trainer's log-prob - engine's| under equal weights", "sampling/sampling_logp_difference/mean"),
+    ("mismatch/abs", "nats", "down", "|trainer's log-prob - engine's| of each token under equal weights", None),
+    ("mismatch/kl_k1", "nats", "down", "mean of engine's - trainer's log-prob under equal weights (k1): KL(engine || trainer)", None),
+    ("mismatch/kl_k3", "nats", "down", "k3 estimate of KL(engine || trainer) under equal weights", None),
+    ("mismatch/ratio_max", "weight", "down", "largest ratio between trainer and engine on a token, either way up", None),
     ("m2po/second_moment", "nats^2", "band", "mean squared log ratio of the trust-region candidates before the budget", None),
     ("m2po/dropped_frac", "fraction", "band", "trained tokens dropped by the second-moment budget", None),
     # advantage
@@ -340,6 +350,8 @@ for _row in (
     ("position/weight_mass", "fraction", "none", "share of the sum of gradient weights", None),
     ("position/advantage_mass", "fraction", "none", "share of the sum of |advantage|", None),
     ("position/gradient_share", "fraction", "none", "share of the summed norms of the loss gradient at the logits of each token", None),
+    ("position/mismatch", "nats", "down", "mean |trainer's log-prob - engine's| at tokens of age 0", None),
+    ("position/mismatch_kl", "nats", "down", "k3 estimate of KL(engine || trainer) at tokens of age 0", None),
     ("position/age", "updates", "down", "mean age of the tokens: updates done minus the version that sampled them", None),
     ("position/kl_teacher", "nats", "down", "mean of log student - log teacher at the sampled tokens: an estimate of the token KL", None),
     ("position/abs_gap_teacher", "nats", "down", "mean |log teacher - log student|", None),
@@ -356,6 +368,20 @@ for _row in (
     # staleness
     ("stale/age_mean", "updates", "down", "mean age of the responses trained on", None),
     ("stale/age_max", "updates", "down", "largest age trained on", None),
+    ("stale/responses", "responses", "none", "responses trained on by age (a list under /age: 0, 1, ... 31 updates, and older; asynchronous)", None),
+    # asynchronous schedule
+    ("async/mixed_frac", "fraction", "none", "responses of the batch whose tokens more than one version sampled", None),
+    ("async/reused_cache_frac", "fraction", "down", "responses that were gone on with upon the cache of older weights (schedule.reuse_kv)", None),
+    ("async/over_age", "groups", "down", "groups rejected since the last update for being over schedule.max_age; they are sampled again", None),
+    ("async/drops_max", "groups", "down", "most times that one outstanding group was rejected for its age", None),
+    ("async/ready", "groups", "none", "groups ready to be trained on, after the batch was taken", None),
+    ("async/in_flight", "groups", "none", "groups being written when the batch was taken", None),
+    ("async/unscored", "groups", "none", "groups written and not yet scored when the batch was taken", None),
+    ("async/publications", "publications", "none", "publications of weights to the workers since the start", None),
+    ("async/resampled", "groups", "down", "groups sampled again because their worker died or the run was gone on with, since the start", None),
+    ("discard/groups", "groups", "none", "groups taken or rejected since the start, by mean reward (/difficulty) and writing time (/duration)", None),
+    ("discard/over_age_frac", "fraction", "down", "share of those that were rejected for their age", None),
+    ("discard/no_signal_frac", "fraction", "down", "share of those that dynamic sampling rejected", None),
     # relayed rollouts (Thinking Seeds)
     ("relay/relayed_frac", "fraction", "none", "responses of the rollout batch that go on from a stored prefix (a cut of 0 included)", None),
     ("relay/prefix_frac", "fraction", "none", "share of the rollout batch's response tokens that stand in a relayed prefix", None),
@@ -383,6 +409,7 @@ for _row in (
     # time
     ("time/step_s", "s", "down", "wall time of the update, its share of sampling included", "step_time"),
     ("time/sample_s", "s", "down", "wall time of sampling the rollout batch", None),
+    ("time/wait_s", "s", "down", "time that the trainer waited for groups (asynchronous)", None),
     ("time/score_s", "s", "down", "wall time of scoring the rollout batch", None),
     ("time/logprob_s", "s", "down", "wall time of recomputing proximal and reference log-probs", None),
     ("time/teacher_s", "s", "down", "wall time of the teacher's scoring of the rollout batch", None),

@@ -69,6 +69,8 @@ class SamplingParams:
     """Any of these in the decoded response ends it, at the token that completes it."""
     entropy: bool = False
     """Also return the entropy at each token."""
+    routes: bool = False
+    """Also return the experts of each context token (`Rollout.routes`), the prefix included, whatever recorded them before."""
     stream: Stream = Stream.ROLLOUT
     seed: int = 0
     """Run seed of the randomness keys."""
@@ -126,8 +128,25 @@ Upcoming = Callable[[int], tuple[int, Prompt]]
 """k -> (ticket, prompt) of the k-th group after those that the rollout batch at hand needs."""
 
 
+Tickets = Sequence[tuple[int, Prompt, int]]
+"""(ticket, prompt, attempt) of the groups to write."""
+
+
+class Order(NamedTuple):
+    """What a sampler is asked for: `sampler.sample(*order)`."""
+
+    requests: Sequence[Request]
+    n: int
+    """Responses to each request."""
+    params: SamplingParams
+
+
 class RolloutSource(Protocol):
-    """Decides who writes which part of a response."""
+    """Decides who writes which part of a response.
+
+    `write` is `deliver` of what the source's sampler makes of `order`. A schedule whose samplers work elsewhere calls the two apart, for any
+    partition of the tickets and in any order; what `order` decides for a ticket does not depend on the tickets beside it.
+    """
 
     @property
     def tokens_decoded(self) -> int:
@@ -139,8 +158,16 @@ class RolloutSource(Protocol):
         number."""
         ...
 
-    def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
-        """n rollouts for each (ticket, prompt, attempt), grouped."""
+    def order(self, tickets: Tickets, n: int) -> Order:
+        """What a sampler must write so that there are n rollouts for each ticket: one request a ticket."""
+        ...
+
+    def deliver(self, tickets: Tickets, n: int, flat: Sequence[Rollout]) -> list[list[Rollout]]:
+        """n rollouts a ticket, grouped, from what a sampler made of `order` for these tickets; counted as decoded."""
+        ...
+
+    def write(self, tickets: Tickets, n: int) -> list[list[Rollout]]:
+        """n rollouts for each ticket, grouped."""
         ...
 
     def metrics(self) -> Metrics:
@@ -179,4 +206,8 @@ class Schedule(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started; idempotent."""
         ...

@@ -2,7 +2,7 @@
 
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -31,7 +31,8 @@ def unpack(annotation: Any, tree: Any) -> Any:
         return None if tree is None else unpack(inner[0], tree)
     if isinstance(annotation, type) and is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
-        return annotation(**{f.name: unpack(hints[f.name], tree[f.name]) for f in fields(annotation)})
+        # A field that an older record does not have takes its default.
+        return annotation(**{f.name: unpack(hints[f.name], tree[f.name]) for f in fields(annotation) if f.name in tree or _required(f)})
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return annotation(tree)
     if origin is tuple:
@@ -39,6 +40,10 @@ def unpack(annotation: Any, tree: Any) -> Any:
     if annotation is float and tree is None:
         return float("nan")
     return tree
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def split_arrays(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:

@@ -93,11 +93,17 @@ class Rollout:
     """Leading response tokens that were not sampled for this request (a relayed prefix)."""
     entropy_T: Array | None = None
     """Entropy of the sampling distribution at each token, float32 [T], nats; None when not asked for."""
+    routes: Array | None = None
+    """Experts of each context token (prompt, prefix and response without the last token, which no pass reads) under the weights that wrote what was
+    sampled, int16 [P + T - 1, L, k] for L layers with k experts a token; None when not asked for."""
     temperature: float = 1.0
     stop: StopReason
     source: Source = Source.FRESH
     text: str = ""
     """The decoded response, special tokens skipped. A view."""
+    reused_cache: bool = False
+    """True: from its first change of version on, the response was decoded on keys and values that older weights had filled. No version assigns
+    exactly those log-probs."""
 
     def __post_init__(self) -> None:
         T = len(self.response_T)
@@ -120,11 +126,25 @@ class Rollout:
                 f"Rollout {self._name()}: logp_behavior_T", got=f"{self.logp_behavior_T[t]} at response token {t} (id {self.response_T[t]})",
                 expected="finite log-probs", do=f"The {self.source} sampler returned it; train on nothing until it is mended.",
             )  # fmt: skip
+        if self.routes is not None:
+            self._check_routes(self.routes)
         if not 0 <= self.prefix_length <= T:
             raise DataError(
                 f"Rollout {self._name()}: prefix_length", got=self.prefix_length, expected=f"0 to {T} (the response length)",
                 do="Cut the prefix inside the response.",
             )  # fmt: skip
+
+    def _check_routes(self, routes: Array) -> None:
+        P, T = len(self.prompt_P), len(self.response_T)
+        if routes.ndim != 3 or len(routes) != P + T - 1 or routes.dtype != np.int16:
+            raise DataError(
+                f"Rollout {self._name()}: routes", got=f"{routes.dtype} {routes.shape} for {P} prompt and {T} response tokens",
+                expected=f"int16 ({P + T - 1}, layers, experts a token)", do="Record the experts of every context token of the request.",
+            )  # fmt: skip
+        if routes.size and routes.min() < 0:
+            t = int((routes < 0).any((1, 2)).argmax())
+            raise DataError(f"Rollout {self._name()}: routes", got=f"expert {routes[t].min()} at context token {t}", expected="experts from 0",
+                            do="Record the experts of every context token of the request.")  # fmt: skip
 
     def _name(self) -> str:
         return f"(prompt {self.prompt_id!r}, group {self.group}, sample {self.sample})"
@@ -206,6 +226,9 @@ class Batch:
     logp_teacher_BT: Tensor | None = None
     entropy_behavior_BT: Tensor | None = None
     routes: Tensor | None = None
+    """Experts that column t's token goes to when it is read, int16 [B, T, L, k]; -1 where none were recorded: padding, and each row's last token."""
+    version_proximal_B: Tensor | None = None
+    """Version of the policy that `logp_proximal_BT` is from, int64 [B]."""
 
     def __post_init__(self) -> None:
         B, T = self.token_BT.shape
@@ -213,7 +236,7 @@ class Batch:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            want: tuple[int, ...] = (B, T) if f.name.endswith("_BT") else (B,)
+            want: tuple[int, ...] = (B, T) if f.name.endswith("_BT") or f.name == "routes" else (B,)
             got = (len(value),) if isinstance(value, tuple) else tuple(value.shape[: len(want)])
             if got != want:
                 raise DataError(f"Batch.{f.name}", got=f"shape {got}", expected=f"{want}", do="Build it from the same rows as token_BT.")
@@ -254,6 +277,19 @@ class Batch:
         """True at demonstration rows, bool [B]."""
         return torch.tensor([s is Source.DEMONSTRATION for s in self.source_B], device=self.token_BT.device)
 
+    def recomputed_at(self, version: int) -> "Batch":
+        """The same batch, saying which version `logp_proximal_BT` is from; unchanged where there is none."""
+        if self.logp_proximal_BT is None:
+            return self
+        return replace(self, version_proximal_B=torch.full_like(self.prompt_length_B, version))
+
+    @property
+    def older_BT(self) -> Tensor | None:
+        """True at response tokens that an older version than the proximal policy's wrote, bool [B, T]; None where that is not known."""
+        if self.version_proximal_B is None:
+            return None
+        return self.response_mask_BT & (self.version_BT < self.version_proximal_B[:, None])
+
     @property
     def num_tokens(self) -> int:
         """Trained tokens."""
@@ -263,6 +299,20 @@ class Batch:
     def num_sequences(self) -> int:
         """Rows with at least one trained token."""
         return int(self.mask_BT.any(1).sum())
+
+
+def _collate_routes(rollouts: Sequence[Rollout], T: int) -> Tensor | None:
+    found = [r.routes for r in rollouts if r.routes is not None]
+    if not found:
+        return None
+    if len(found) < len(rollouts) or len({routes.shape[1:] for routes in found}) > 1:
+        shapes = sorted({str(None if r.routes is None else r.routes.shape[1:]) for r in rollouts})
+        raise DataError("collate: routes", got=f"layers and experts {', '.join(shapes)} in one batch", expected="the same in every row, or none",
+                        do="Sample all rows of a batch from one model, with routes.")  # fmt: skip
+    out = np.full((len(rollouts), T, *found[0].shape[1:]), -1, dtype=np.int16)
+    for b, routes in enumerate(found):
+        out[b, : len(routes)] = routes
+    return torch.from_numpy(out)
 
 
 def collate(scored: Sequence[Scored], *, advantage_B: Sequence[float] | Tensor, train_B: Sequence[bool] | None = None) -> Batch:
@@ -325,4 +375,5 @@ def collate(scored: Sequence[Scored], *, advantage_B: Sequence[float] | Tensor, 
         logp_teacher_BT=optional("logp_teacher_T", [s.logp_teacher_T for s in scored]),
         logp_reference_BT=optional("logp_reference_T", [s.logp_reference_T for s in scored]),
         entropy_behavior_BT=optional("entropy_T", [s.rollout.entropy_T for s in scored]),
+        routes=_collate_routes([s.rollout for s in scored], T),
     )

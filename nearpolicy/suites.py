@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nearpolicy.config import Config, Real, Whole
+from nearpolicy.config import Config
+from nearpolicy.config_base import Real, Whole
 from nearpolicy.errors import UsageError, nearest
 from nearpolicy.layers import read_toml, resolve
 

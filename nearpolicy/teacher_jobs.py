@@ -21,7 +21,7 @@ from nearpolicy.errors import UsageError
 from nearpolicy.layers import resolve, to_tree
 from nearpolicy.objective import position, ratio
 from nearpolicy.objective.stats import bootstrap_interval
-from nearpolicy.policy.hf import load_model
+from nearpolicy.policy.loading import load_model
 from nearpolicy.policy.teacher import LocalTeacher, as_batch, checked, compare_vocabularies, load_scorer
 from nearpolicy.protocols import Request, SamplingParams
 from nearpolicy.randomness import Stream
@@ -121,7 +121,7 @@ def _drift(built: Parts, other: Path, params: SamplingParams, n: int) -> dict[st
     policy = built.policy
     scorer = load_scorer(other, device=built.config.device, dtype=None, student=policy, token_budget=built.config.train.token_budget)
     # Both sides by the same code path; a greedy response is scored at temperature 1.
-    sides = [np.concatenate(checked(LocalTeacher(p))(rollouts)) for p in (scorer, policy)]
+    sides = [np.concatenate(checked(LocalTeacher(p, temperature=params.temperature or 1.0))(rollouts)) for p in (scorer, policy)]
     batch = as_batch(rollouts)
     mask = batch.response_mask_BT
     teacher, student = (torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, torch.from_numpy(x).double()) for x in sides)

@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from nearpolicy import build
+from nearpolicy import build_policy
 from nearpolicy.build import config_for, train
+from nearpolicy.check import build_method, refuse
 from nearpolicy.cli import cli
 from nearpolicy.errors import CheckpointError, DataError, EngineError, UsageError
 from nearpolicy.policy.tiny import make_tiny
@@ -258,12 +259,12 @@ def dies(scored):
 def test_a_teacher_that_fails_in_mid_run_leaves_a_checkpoint_to_go_on_from(models, tmp_path, monkeypatch, spoil, message):
     whole, out = tmp_path / "whole", tmp_path / "r"
     run(models, whole, "train.steps=6", "checkpoint.every=6")
-    made = build.build_teacher
-    monkeypatch.setattr(build, "build_teacher", lambda *a, **k: Broken(made(*a, **k), spoil, since=2))
+    made = build_policy.build_teacher
+    monkeypatch.setattr(build_policy, "build_teacher", lambda *a, **k: Broken(made(*a, **k), spoil, since=2))
     with pytest.raises(EngineError, match=message):
         run(models, out, "train.steps=6", "checkpoint.every=6")
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-000004"]
-    monkeypatch.setattr(build, "build_teacher", made)
+    monkeypatch.setattr(build_policy, "build_teacher", made)
     run(models, out, "train.steps=6", "checkpoint.every=6", resume=True)
     assert same(whole, out, step=6)
 
@@ -318,6 +319,35 @@ def test_check_says_what_the_teacher_costs(models):
     done = CliRunner().invoke(cli, ["check", *parts(models)])
     assert done.exit_code == 0, done.output
     assert "# teacher: " in done.output
+
+
+IDLE = {
+    "method.alpha=2": "weight = ideal", "method.partition=one": "weight = ideal",
+    "method.fraction=0.5": "profile", "method.curriculum=cosine": "profile = curriculum", "method.multiplier=2": "profile = amplify_prefix",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", IDLE)
+def test_weights_that_cannot_act_are_warned_of(models, word):
+    name = "iw_opd" if IDLE[word].startswith("weight") else "opd"
+    acting = IDLE[word].replace(" ", "") if "=" in IDLE[word] else "profile=prefix"
+    for more, expected in (([], True), ([f"method.{acting}"], False)):
+        config = config_for(parts(models, f"method.name={name}", word, *more))
+        said = refuse(config, build_method(config))
+        assert (f"method.{word[7:].partition('=')[0]} does nothing without method.{IDLE[word]}" in said) == expected
+
+
+def test_a_profile_of_nothing_is_refused_and_a_coefficient_of_nothing_said(models):
+    config = config_for(parts(models, "method.name=opd", "method.profile=prefix", "method.fraction=0"))
+    with pytest.raises(UsageError, match=r"method\.fraction: got 0 with method.profile = prefix"):
+        refuse(config, build_method(config))
+
+
+def test_eval_beside_a_teacher_scores_greedy_responses(models, opd, tmp_path):
+    words = ["eval", str(opd / "checkpoints" / "step-000004"), "--teacher", str(models["teacher"]), "task.heldout=4", "--samples", "1"]
+    done = CliRunner().invoke(cli, [*words, "--temperature", "0", "--json", str(tmp_path / "g.json")])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads((tmp_path / "g.json").read_text())["kl_by_tenth"]) == 10
 
 
 def test_eval_beside_a_teacher_measures_and_shows_in_the_report(models, opd, tmp_path):

@@ -63,6 +63,7 @@ def test_lengths_are_those_of_the_models_and_the_plain_evaluation(models, tmp_pa
     [
         (("--relay-fraction", "1.5"), 2, "--relay-fraction: got '1.5'; expected numbers from 0 to 1"),
         (("--relay-fraction", "nan"), 2, "--relay-fraction"),
+        (("--relay-fraction", "0.3333333,0.33333334"), 2, "differ in six digits"),
         (("--relay-fraction", "0.5,"), 2, "--relay-fraction"),
         (("--relay-fraction", "-0.1"), 2, "--relay-fraction"),
         (("--samples", "2", "--k", "4"), 2, "samples = 2"),

@@ -13,7 +13,7 @@ from nearpolicy import build
 from nearpolicy.build import config_for, train
 from nearpolicy.build_source import fingerprint
 from nearpolicy.check import build_method, describe_config, refuse
-from nearpolicy.errors import CheckpointError, NearPolicyError
+from nearpolicy.errors import CheckpointError, NearPolicyError, UsageError
 from nearpolicy.policy.tiny import make_tiny
 from nearpolicy.rollout import Outcome, Score
 from nearpolicy.sources.bank import SeedBank
@@ -448,12 +448,32 @@ def test_demonstrations_of_a_file_are_all_checked_before_the_run(tiny, tmp_path)
 @pytest.mark.parametrize(
     ("more", "says"),
     [(["rollout.cut.ratio=0"], "nothing of them is kept"), (["rollout.cut.ratio=1"], "replayed"), (["rollout.refresh=1"], "nothing is relayed"),
-     (["rollout.relayed_per_group=0"], "nothing is relayed"), ([], None)],
+     (["rollout.relayed_per_group=0"], "nothing is relayed"), (["rollout.reserve=5"], "rollout.reserve does nothing"),
+     (["rollout.reserve=5", "rollout.dynamic_sampling=true"], None), ([], None)],
 )  # fmt: skip
 def test_relays_that_do_nothing_are_warned_of(more, says):
     config = config_for(["tiny", *RELAY, *more])
     warned = [w for w in refuse(config, build_method(config)) if "rollout." in w]
     assert [says in w for w in warned] == ([True] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [(["rollout.prefix_tokens=mask"], "rollout.prefix_tokens: got mask with rollout.cut.ratio = 1"),
+     (["rollout.prefix=shared_in_group"], "rollout.prefix: got shared_in_group with rollout.cut.ratio = 1")],
+)  # fmt: skip
+def test_whole_stored_responses_that_leave_nothing_to_train_on_are_refused(more, says):
+    config = config_for(["tiny", *RELAY, "rollout.cut.ratio=1", *more])
+    with pytest.raises(UsageError, match=says):
+        refuse(config, build_method(config))
+    some = config_for(["tiny", *RELAY, "rollout.cut.ratio=0.9", *more])
+    assert refuse(some, build_method(some)) is not None
+
+
+def test_a_scope_of_ratios_without_a_sum_is_warned_of():
+    for name, expected in (("sapo", True), ("vespo", False)):
+        config = config_for(["tiny", *RELAY, f"method.name={name}", "ratio.scope=response"])
+        assert any("ratio.scope does nothing" in w for w in refuse(config, build_method(config))) == expected
 
 
 def test_check_asks_for_cuts_and_demonstrations(tiny, cuts):

@@ -19,7 +19,7 @@ def test_the_real_model_trains_and_comes_back(tmp_path):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     updates = [r for r in rows if r["kind"] == "train"]
     assert [r["stale/age_max"] for r in updates] == [0, 1]
-    # Sampler and trainer agree on the model: the first update's ratios are 1 up to float32 rounding.
+    # Sampler and trainer agree on the model: the first update's ratios are 1 up to rounding.
     assert updates[0]["ratio/outside_frac"] == 0
     assert abs(updates[0]["policy/kl_behavior_k3"]) < 1e-6
     values = evaluate_checkpoint(out / "checkpoints" / "step-000002", ["eval.samples=1"], say=print)

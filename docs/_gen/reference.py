@@ -65,7 +65,8 @@ def configuration_page() -> str:
     lines += ["", "## `[[benchmark]]` of a suite file", "", _doc(Benchmark), "", *_table(Benchmark, "")]
     lines += ["", "## Experiment file of a sweep", "", _doc(experiment.Experiment), "", *_table(experiment.Experiment, "", sections=False)]
     for title, model in (("[[axis]]", experiment.Axis), ("a value of an axis that sets several keys", experiment.AxisValue),
-                         ("[[warm_start]]", experiment.WarmStart), ("[compare]", experiment.Compare), ("[figures]", experiment.Figures)):  # fmt: skip
+                         ("[[warm_start]]", experiment.WarmStart), ("[compare]", experiment.Compare), ("[figures]", experiment.Figures),
+                         ("[[expect]]", experiment.Expect)):  # fmt: skip
         name = f"`{title}`" if title.startswith("[") else title
         lines += ["", f"### Experiment file: {name}", "", _doc(model), "", *_table(model, "")]
     return "\n".join(lines) + "\n"

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearpolicy.diagnostics.mismatch import gap
 from nearpolicy.metrics import Layout, Table, to_floats
 from nearpolicy.objective import position, ratio
 from nearpolicy.objective.measure import Seen
-from nearpolicy.objective.stats import logit_gradient_norm
+from nearpolicy.objective.stats import kl_estimate, logit_gradient_norm
 from nearpolicy.rollout import Batch
 
 NAME = "position"
@@ -26,7 +27,8 @@ EDGES = {"rel": [k / RELATIVE_BINS for k in range(1, RELATIVE_BINS)], "abs": [fl
 
 LAYOUT = Layout(
     rows=("tokens", "entropy", "clipped", "weight", "advantage", "gradient",
-          "own", "surprisal", "log_ratio", "abs_log_ratio", "raw_weight", "age", "entropy_known", "entropy_behavior"),
+          "own", "surprisal", "log_ratio", "abs_log_ratio", "raw_weight", "age", "entropy_known", "entropy_behavior",
+          "age_zero", "mismatch", "mismatch_kl"),
     axes={"rel": slice(0, RELATIVE_BINS), "abs": slice(RELATIVE_BINS, RELATIVE_BINS + len(position.TOKEN_EDGES) + 1)},
     reads={
         "entropy": ("entropy", "tokens"),
@@ -38,13 +40,15 @@ LAYOUT = Layout(
         "raw_weight": ("raw_weight", "own"),
         "weight": ("weight", "tokens"),
         "age": ("age", "own"),
+        "mismatch": ("mismatch", "age_zero"),
+        "mismatch_kl": ("mismatch_kl", "age_zero"),
         "weight_mass": ("weight", None),
         "advantage_mass": ("advantage", None),
         "gradient_share": ("gradient", None),
     },
 )  # fmt: skip
-"""`tokens`, `own` and `entropy_known` count trained tokens, those with a behaviour policy and those with a stored behaviour entropy; the rest are
-sums. From `own` on, rows are over `own` tokens alone."""
+"""`tokens`, `own`, `entropy_known` and `age_zero` count trained tokens, those with a behaviour policy, those with a stored behaviour entropy and
+those that the weights of this update wrote themselves; the rest are sums. From `own` on, rows are over `own` tokens alone."""
 
 TEACHER_LAYOUT = Layout(
     rows=(*LAYOUT.rows, "taught", "kl", "abs_gap", "prefix_student", "prefix_teacher", "prefix_ratio", "signal_weight"),
@@ -91,27 +95,32 @@ def position_table(
     def take(column: Tensor) -> Tensor:
         return column.expand_as(mask_BT).reshape(-1).index_select(0, trained_N)
 
-    log_ratio_N, entropy_N = take(seen.log_ratio_BT), take(entropy_BT)
+    log_ratio_N, entropy_N, logp_N, behavior_N = take(seen.log_ratio_BT), take(entropy_BT), take(logp_BT.detach()), take(batch.logp_behavior_BT)
+    age_N = step - take(batch.version_BT)
+    gap_N = take(gap(logp_BT, batch.logp_behavior_BT, batch.version_BT == step))
     columns: dict[str, Tensor | float] = {
         "tokens": 1.0,
         "entropy": entropy_N,
         "clipped": take(seen.phi == 0),
         "weight": take(seen.weight_BT),
         "advantage": take(seen.advantage_BT).abs(),
-        "gradient": take(seen.coefficient_BT).abs() * logit_gradient_norm(take(logp_BT), entropy_N),
+        "gradient": take(seen.coefficient_BT).abs() * logit_gradient_norm(logp_N, entropy_N),
         "own": take(own_BT),
-        "surprisal": -take(batch.logp_behavior_BT),
+        "surprisal": -behavior_N,
         "log_ratio": log_ratio_N,
         "abs_log_ratio": log_ratio_N.abs(),
         "raw_weight": take(seen.log_weight.value).exp(),
-        "age": step - take(batch.version_BT),
+        "age": age_N,
         "entropy_known": 0.0,
         "entropy_behavior": 0.0,
+        "age_zero": age_N == 0,
+        "mismatch": gap_N.abs(),
+        "mismatch_kl": kl_estimate(torch.zeros_like(gap_N), gap_N, estimator="k3"),
     }
     if batch.entropy_behavior_BT is not None:
-        behavior_N = take(batch.entropy_behavior_BT)
-        columns["entropy_known"] = behavior_N.isfinite()
-        columns["entropy_behavior"] = behavior_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
+        stored_N = take(batch.entropy_behavior_BT)
+        columns["entropy_known"] = stored_N.isfinite()
+        columns["entropy_behavior"] = stored_N.nan_to_num(nan=0.0)  # a prefix that came without its entropies
     layout = LAYOUT
     if taught is not None:
         layout = TEACHER_LAYOUT

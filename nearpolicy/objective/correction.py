@@ -3,9 +3,10 @@
     log k[b, t] = logp_proximal - logp_behavior         at tokens the correction acts on, 0 elsewhere
     K[b] = exp(sum_t log k)                              over those tokens
 
-It acts on trained tokens that the proximal policy's version wrote: not on a relayed prefix (its ratio is taken to its own policy) and not
-on demonstrations. With most kernels the weight multiplies phi; with product-level kernels the log weight joins log W instead, and only
-gates multiply after it. A token that a correction removes leaves both W and the loss; the loss still divides by all trained tokens.
+It acts on trained tokens that the proximal policy's version wrote: not on a relayed prefix or on what an older version wrote of a response
+(their ratio is taken to their own policy, and holds mismatch and drift together) and not on demonstrations. With most kernels the weight
+multiplies phi; with product-level kernels the log weight joins log W instead, and only gates multiply after it. A token that a correction
+removes leaves both W and the loss; the loss still divides by all trained tokens.
 """
 
 import math

@@ -60,11 +60,20 @@ class Columns:
     relayed: Tensor | None
     off_policy: Tensor | None
     """[B, 1]."""
+    older: Tensor | None
+    """Tokens that an older policy than the proximal one wrote."""
 
     @property
     def own(self) -> Tensor:
         """Trained tokens that have a behaviour policy."""
         return self.mask if self.off_policy is None else self.mask & ~self.off_policy
+
+    @property
+    def foreign(self) -> Tensor | None:
+        """Tokens that the proximal policy did not write: a relayed prefix, and what an older version wrote. None: it wrote them all."""
+        if self.relayed is None or self.older is None:
+            return self.older if self.relayed is None else self.relayed
+        return self.relayed | self.older
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class LossOutput:
 def columns(
     *, logp: Tensor, logp_behavior: Tensor, mask: Tensor, response_mask: Tensor | None = None, advantage: Tensor | None = None,
     logp_proximal: Tensor | None = None, logp_teacher: Tensor | None = None, logp_reference: Tensor | None = None,
-    prefix_length: Tensor | None = None, off_policy: Tensor | None = None,
+    prefix_length: Tensor | None = None, off_policy: Tensor | None = None, older: Tensor | None = None,
 ) -> Columns:  # fmt: skip
     """Check types, devices and shapes, promote half precision to float32, turn 0/1 masks into bool.
 
@@ -97,6 +106,7 @@ def columns(
     _tensors(
         logp=logp, logp_behavior=logp_behavior, mask=mask, response_mask=response_mask, advantage=advantage, logp_proximal=logp_proximal,
         logp_teacher=logp_teacher, logp_reference=logp_reference, prefix_length=prefix_length, off_policy=off_policy,
+        older=older,
     )  # fmt: skip
     if logp.ndim != 2 or not logp.is_floating_point():
         raise DataError("policy_loss: logp", got=f"{logp.dtype} of shape {tuple(logp.shape)}", expected="a floating [B, T] tensor",
@@ -129,6 +139,7 @@ def columns(
         logp_reference=real("logp_reference", logp_reference),
         relayed=None if prefix_length is None else position.relayed(response_BT, prefix_length),
         off_policy=None if off_policy is None else flags("off_policy", off_policy, (B,))[:, None],
+        older=None if older is None else flags("older", older, full),
     )  # fmt: skip
 
 
@@ -294,7 +305,7 @@ def statistics_of(parts: Parts, c: Columns) -> Statistics:
 
 
 def _log_ratio(parts: Parts, c: Columns) -> Tensor:
-    denominator = ratio.denominator(c.logp_behavior, c.logp_proximal, which=parts.options["denominator"], relayed_BT=c.relayed)
+    denominator = ratio.denominator(c.logp_behavior, c.logp_proximal, which=parts.options["denominator"], foreign_BT=c.foreign)
     if c.off_policy is not None:
         # A demonstration has no density of its own: the ratio is taken to 1, log p - 0 (LUFFY).
         denominator = denominator.masked_fill(c.off_policy, 0.0)
@@ -310,7 +321,7 @@ def _drift(parts: Parts, c: Columns, positive: Tensor) -> _Drift:
     summed, mask, extra = log_ratio, c.mask, None
     if o["correction"] is not None:
         assert c.logp_proximal is not None, "the denominator is proximal under a correction, and was checked"
-        acting = c.own if c.relayed is None else c.own & ~c.relayed
+        acting = c.own if c.foreign is None else c.own & ~c.foreign
         made = correct(
             c.logp_proximal, c.logp_behavior, acting_BT=acting, kind=o["correction"], low=o["correction_low"], cap=o["correction_cap"],
             fold=kernel.folds_correction,

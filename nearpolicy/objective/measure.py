@@ -42,16 +42,15 @@ class Seen(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _edges(device: torch.device) -> Tensor:
-    return torch.tensor(LOG_RATIO_EDGES, dtype=torch.float64, device=device)
+def _edges(device: torch.device, edges: tuple[float, ...]) -> Tensor:
+    return torch.tensor(edges, dtype=torch.float64, device=device)
 
 
-def histogram(x: Tensor, where: Tensor) -> Histogram:
+def histogram(x: Tensor, where: Tensor, edges: tuple[float, ...] = LOG_RATIO_EDGES) -> Histogram:
     """Histogram of log ratios or log weights over the elements where `where` is True, without reading the device."""
-    edges = _edges(x.device)
-    bin_N = torch.bucketize(x.double(), edges).reshape(-1)
+    bin_N = torch.bucketize(x.double(), _edges(x.device, edges)).reshape(-1)
     counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=x.device).index_add_(0, bin_N, where.double().reshape(-1))
-    return Histogram(counts)
+    return Histogram(counts, edges)
 
 
 def _ess(log_W_B: Tensor, has_B: Tensor, rows: Tensor) -> Ess:

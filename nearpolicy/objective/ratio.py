@@ -50,14 +50,15 @@ def denominator(
     logp_proximal_BT: Float[Tensor, "B T"] | None,
     *,
     which: str,
-    relayed_BT: Bool[Tensor, "B T"] | None = None,
+    foreign_BT: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """The log-probs a ratio is taken against.
 
     Args:
         which: `behavior` (the policy that sampled each token) or `proximal` (the trainer's recomputation at the start of the batch).
-        relayed_BT: True at tokens of a relayed prefix; these keep `logp_behavior` whatever `which` says, since the proximal policy
-            did not write them (Thinking Seeds, arXiv 2601.21476).
+        foreign_BT: True at tokens that the proximal policy did not write (a relayed prefix, Thinking Seeds, arXiv 2601.21476; what a response
+            in flight was begun with): these keep `logp_behavior` whatever `which` says, or the ratio would leave out how far the policy had
+            already moved.
     Raises:
         UsageError: `which` is unknown, or is `proximal` and there are no proximal log-probs.
     """
@@ -70,7 +71,7 @@ def denominator(
             "ratio denominator 'proximal'", got="no logp_proximal", expected="the trainer's own log-probs at the start of the rollout batch",
             do="Pass logp_proximal, or take the ratio to the behaviour policy and drop the correction.",
         )  # fmt: skip
-    return logp_proximal_BT if relayed_BT is None else torch.where(relayed_BT, logp_behavior_BT, logp_proximal_BT)
+    return logp_proximal_BT if foreign_BT is None else torch.where(foreign_BT, logp_behavior_BT, logp_proximal_BT)
 
 
 def log_ratio(logp_BT: Float[Tensor, "B T"], log_denominator_BT: Float[Tensor, "B T"], *, mask_BT: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -1,4 +1,4 @@
-"""Any transformers causal language model as a `Policy`: loading, LoRA, scoring, publishing, saving.
+"""Any transformers causal language model as a `Policy`: scoring, publishing, saving.
 
 Weights are kept in float32; matrix products run in bfloat16 by autocast where the hardware is faster at it. The output matrix is applied to
 response positions only, by `objective.logprob`. Rows are packed without padding and prompts shared inside a group (`packing`) if the model allows
@@ -7,9 +7,9 @@ it; a check at construction compares both ways, and the model's own logits, on a
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nearpolicy.errors import CheckpointError, NearPolicyError, UsageError
+from nearpolicy.errors import CheckpointError, DataError, NearPolicyError, UsageError
 from nearpolicy.objective.full_kl import Head
 from nearpolicy.objective.logprob import shift, token_logp_entropy
+from nearpolicy.policy.loading import DType, fast_bfloat16, refuse_not_finite
 from nearpolicy.policy.packing import Layout, pack, packed_attention, plan_microbatches
 from nearpolicy.policy.quiet import quiet_transformers
+from nearpolicy.policy.routing import NOT_RECORDED, Recorder, Routers
 from nearpolicy.protocols import LogProbs
 from nearpolicy.rollout import Batch, Outcome, Rollout, Score, Scored, StopReason, collate
 
@@ -29,196 +31,6 @@ ATTENTION = "nearpolicy_packed"
 """Name under which the packed attention is registered with transformers. Without a layout it is transformers' sdpa."""
 
 _LAYOUT = "nearpolicy_layout"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-_MAX_SHOWN = 300
-_WEIGHT_FILES = ("*.safetensors",)
-DType = Literal["auto", "float32", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraOptions:
-    """Low-rank adapters on the linear layers, W + (alpha / rank) B A (Hu et al. 2021, arXiv 2106.09685, section 4.1). No dropout: log-probs
-    of one policy must not depend on a draw."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: tuple[str, ...] | str = "all-linear"
-    """Module name endings, or "all-linear" for every linear layer except the output matrix."""
-
-
-def load_model(
-    path: str | Path,
-    *,
-    dtype: DType = "auto",
-    device: str = "auto",
-    lora: LoraOptions | None = None,
-    gradient_checkpointing: bool = False,
-    attention: str | None = None,
-) -> tuple[Any, Any]:
-    """A model and its tokenizer from a Hugging Face folder (or a repository id that lies in the local cache); nothing is downloaded.
-
-    Args:
-        path: folder with config.json, safetensors weights and tokenizer files.
-        dtype: of the stored weights. "auto" and "float32" give float32 master weights; "bfloat16" halves memory for models that are not trained.
-        device: "auto" takes CUDA where there is one.
-        lora: train adapters and freeze everything else.
-        gradient_checkpointing: compute activations again in backward (per layer, non-reentrant).
-        attention: a transformers attention implementation; None leaves the choice to `HFPolicy`. Any choice but "sdpa" turns packing off.
-
-    Returns:
-        (model, tokenizer), the model in evaluation mode.
-
-    Raises:
-        CheckpointError: no such folder, no config, no tokenizer, no weights, weights that are corrupt, truncated, incomplete, not finite or of the
-            wrong shape, an architecture that transformers does not know as a causal language model.
-        UsageError: an unknown dtype, or LoRA options that fit no layer.
-    """
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise UsageError("model.dtype", got=repr(dtype), expected="auto, float32 or bfloat16", do="Use auto for master weights in float32.")
-    folder = _folder(path)
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    with quiet_transformers():
-        tokenizer, model, info = _read(folder, torch.bfloat16 if dtype == "bfloat16" else torch.float32, attention)
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info.get(kind):
-            names = sorted(k if isinstance(k, str) else str(k[0]) for k in info[kind])  # mismatched: (name, shape, shape)
-            raise CheckpointError(
-                f"Model folder {folder}: weights", got=f"{len(names)} {kind.replace('_', ' ')}, e.g. {names[0]}",
-                expected="every weight of the architecture in config.json", do="Copy the folder again; it is incomplete or of another config.",
-            )  # fmt: skip
-    model = model.to(where)
-    _refuse_not_finite(model, f"Model folder {folder}: weights")
-    if gradient_checkpointing:
-        _checkpoint_activations(model)
-    if lora is not None:
-        _add_lora(model, lora)
-    return model.eval(), tokenizer
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a Hugging Face folder, without its weights.
-
-    Raises:
-        CheckpointError: no such folder, no config or no tokenizer that can be read.
-    """
-    folder = _folder(path)
-    with quiet_transformers():
-        return _read_tokenizer(folder)
-
-
-def _read_tokenizer(folder: Path) -> Any:
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as e:  # transformers raises many kinds here; the tokenizer would read it too, and be blamed
-        raise _unreadable(folder, "config.json", e) from e
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:
-        raise _unreadable(folder, "tokenizer", e) from e
-
-
-def _read(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Any, dict[str, Any]]:
-    """Tokenizer, model, and what transformers says of the loading."""
-    from transformers import AutoModelForCausalLM
-
-    tokenizer = _read_tokenizer(folder)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in `info`, with their names, and refused by the caller
-            **({} if attention is None else {"attn_implementation": attention}),
-        )
-    except Exception as e:
-        raise _unreadable(folder, "model", e) from e
-    return tokenizer, model, info
-
-
-def _checkpoint_activations(model: Any) -> None:
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:  # its name before transformers 5.24
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _refuse_not_finite(model: nn.Module, what: str) -> None:
-    """A sum is not finite if a term is not: one read of each weight, without a copy.
-
-    Raises:
-        CheckpointError: naming the first such weight.
-    """
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if not torch.isfinite(value.sum(dtype=torch.float32)) and (bad := int((~torch.isfinite(value)).sum())):
-                raise CheckpointError(what, got=f"{bad} of {value.numel()} values of {name} NaN or infinite", expected="finite weights",
-                                      do="Copy the folder again, or take an earlier checkpoint.")  # fmt: skip
-
-
-def _folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        cached = _cached_repository(str(path))
-        if cached is None:
-            raise CheckpointError(
-                f"Model folder {path}", got="no such folder", expected="a Hugging Face model folder",
-                do="Check model.path; a model on the hub must be downloaded first (hf download NAME).",
-            )  # fmt: skip
-        folder = cached
-    for what, patterns in (("config.json", ("config.json",)), ("tokenizer", _TOKENIZER_FILES), ("safetensors weights", _WEIGHT_FILES)):
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise CheckpointError(
-                f"Model folder {folder}", got=f"no {what}", expected="config.json, *.safetensors and tokenizer files",
-                do=f"Copy the missing files ({', '.join(patterns[:3])}) into it.",
-            )  # fmt: skip
-    return folder
-
-
-def _cached_repository(name: str) -> Path | None:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # not in the cache, or not a repository id: the caller says so
-        return None
-
-
-def _unreadable(folder: Path, what: str, error: Exception) -> CheckpointError:
-    message = " ".join(f"{type(error).__name__}: {str(error) or 'no message'}".split())[:_MAX_SHOWN]
-    return CheckpointError(
-        f"Model folder {folder}: {what}", got=message, expected=f"a readable {what}",
-        do="Copy the folder again, and check that this transformers version knows the architecture.",
-    )  # fmt: skip
-
-
-def _add_lora(model: nn.Module, options: LoraOptions) -> None:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as e:
-        raise UsageError("model.lora", got="peft is not installed", expected="the extra", do="pip install 'nearpolicy[lora]'.") from e
-    targets = options.target_modules
-    try:
-        inject_adapter_in_model(
-            LoraConfig(r=options.rank, lora_alpha=options.alpha, lora_dropout=0.0, bias="none",
-                       target_modules=targets if isinstance(targets, str) else list(targets)), model,
-        )  # fmt: skip
-    except ValueError as e:
-        raise UsageError("model.lora", got=str(options), expected="a rank above 0 and names of linear layers", do=str(e).splitlines()[0]) from e
-
-
-def fast_bfloat16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 beat float32 on this device: CUDA with native bf16, or a CPU with AVX512-BF16 or AMX."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return False
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
@@ -254,15 +66,18 @@ class HFPolicy:
         token_budget: tokens of one micro-batch of `plan`, and of one forward pass of `score` without gradient.
         shared_prompts: "off" computes padded rows with the model's own attention; "auto" packs rows and shares prompts where the model allows it.
             One policy always takes the same way, so that old and new log-probs come from the same arithmetic.
+        routing_replay: send tokens to the experts in `Batch.routes` (see `policy.routing`); a batch without them is then refused, and `record`
+            makes them. Off: the model routes live, whatever the batch carries.
 
     Raises:
-        UsageError: an unknown option, or a model whose output layer is not linear or trained by LoRA.
+        UsageError: an unknown option, a model whose output layer is not linear or trained by LoRA, or routing replay without experts.
         CheckpointError: a model whose own logits differ from its output layer applied to its last hidden state (an unknown logit transform).
     """
 
     def __init__(
-        self, model: Any, *, tokenizer: Any = None, dtype: DType = "auto", token_budget: int = 16_384, shared_prompts: Literal["auto", "off"] = "auto"
-    ) -> None:
+        self, model: Any, *, tokenizer: Any = None, dtype: DType = "auto", token_budget: int = 16_384,
+        shared_prompts: Literal["auto", "off"] = "auto", routing_replay: bool = False,
+    ) -> None:  # fmt: skip
         if dtype not in ("auto", "float32", "bfloat16"):
             raise UsageError("dtype", got=repr(dtype), expected="auto, float32 or bfloat16", do="Use auto.")
         if shared_prompts not in ("auto", "off"):
@@ -271,6 +86,8 @@ class HFPolicy:
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.bfloat16 = dtype == "bfloat16" or (dtype == "auto" and fast_bfloat16(self.device))
+        self.together: Callable[[Batch], Tensor] | None = None
+        """Log-probs of a whole batch by several ranks, [B, T]; None where this process scores alone."""
         self._base: nn.Module = getattr(model, model.base_model_prefix)
         self._head = _output_layer(model)
         config = model.config.get_text_config()
@@ -285,9 +102,20 @@ class HFPolicy:
         if self.sharing_refused is None:
             _register()
             model.set_attn_implementation(ATTENTION)
+        self._routers: Routers | None = None
+        self._recorder: Recorder | None = None
         self._check()
         if self.sharing_refused is not None and model.config._attn_implementation != own:
             model.set_attn_implementation(own)
+        if routing_replay:
+            self._routers = Routers(model)
+            self._routers.attach()
+            self._check_replay()
+
+    @property
+    def replays_routes(self) -> bool:
+        """True when tokens go to the experts that the batch names."""
+        return self._routers is not None
 
     @property
     def shares_prompts(self) -> bool:
@@ -313,7 +141,7 @@ class HFPolicy:
     def head(self, batch: Batch) -> Head:
         """States of all response tokens in row order, with gradient when autograd is on, and what makes logits of them."""
         with self._autocast():
-            hidden_ND = self._packed_states(batch) if self.shares_prompts else self._plain_states(batch)
+            hidden_ND = self._states(batch)
         rows = torch.repeat_interleave(batch.temperature_B, batch.response_mask_BT.sum(1)).to(self.device)
         return Head(hidden_ND, self._head.weight, self._head.bias, rows / self._logit_scale, self._softcap)
 
@@ -326,7 +154,7 @@ class HFPolicy:
         target = batch.token_BT[mask_BT].to(self.device)
         rows = torch.repeat_interleave(batch.temperature_B, mask_BT.sum(1)).to(self.device)
         with self._autocast():
-            hidden_ND = self._packed_states(batch) if self.shares_prompts else self._plain_states(batch)
+            hidden_ND = self._states(batch)
             logp_N, entropy_N = token_logp_entropy(
                 hidden_ND, self._head.weight, target, bias=self._head.bias, temperature=rows / self._logit_scale, softcap=self._softcap,
                 entropy_grad=entropy_grad,
@@ -335,19 +163,64 @@ class HFPolicy:
         empty = torch.zeros(mask_BT.shape, dtype=logp_N.dtype, device=where)
         return LogProbs(empty.masked_scatter(mask_BT, logp_N.to(where)), empty.masked_scatter(mask_BT, entropy_N.to(where)))
 
+    @torch.no_grad()
+    def record(self, batch: Batch) -> tuple[LogProbs, Tensor]:
+        """`score` under live routing, and the experts of every context token, int16 [B, T, L, k] on the batch's device (R2).
+
+        Columns that no pass computes (padding, the last token of each row, rows without a response) hold `NOT_RECORDED`.
+
+        Raises:
+            UsageError: a policy without `routing_replay`.
+        """
+        if self._routers is None:
+            raise UsageError("HFPolicy.record", got="routing_replay off", expected="a policy that replays", do="Set routing.replay.")
+        where = batch.token_BT.device
+        logp_BT = torch.zeros(batch.token_BT.shape, device=where)
+        entropy_BT = torch.zeros_like(logp_BT)
+        routes = torch.full((*logp_BT.shape, self._routers.num_layers, self._routers.top_k), NOT_RECORDED, dtype=torch.int16)
+        batch = replace(batch, routes=None)
+        for rows in self.plan(batch):
+            part = batch.rows(rows)
+            with self._routers.recording() as self._recorder:
+                try:
+                    scores = self._score(part, False)
+                    routes_NLk = self._recorder.take().cpu()
+                finally:
+                    self._recorder = None
+            slot_BT = pack(part, "cpu").slot_BT if self.shares_prompts else _plain_slots(part)
+            columns = slice(0, slot_BT.shape[1])
+            routes[rows, columns] = routes_NLk[slot_BT.clamp(min=0)].masked_fill_((slot_BT < 0)[..., None, None], NOT_RECORDED)
+            logp_BT[rows, columns], entropy_BT[rows, columns] = scores.logp_BT.float(), scores.entropy_BT.float()
+        return LogProbs(logp_BT, entropy_BT), routes.to(where)
+
+    def _states(self, batch: Batch) -> Tensor:
+        """The state that predicts each response token, in row-major order of the response mask, [N, D]."""
+        if self.replays_routes and self._recorder is None:
+            _refuse_missing_routes(batch)
+        return self._packed_states(batch) if self.shares_prompts else self._plain_states(batch)
+
+    def _run(self, routes_NLk: Tensor | None, **inputs: Any) -> Tensor:
+        """Last hidden states of one call of the model, its tokens sent to the recorded experts where they are replayed."""
+        if self._routers is None or self._recorder is not None:
+            return self._base(**inputs, use_cache=False).last_hidden_state
+        assert routes_NLk is not None, "refused before"
+        with self._routers.replayed_everywhere():
+            return self._base(**inputs, use_cache=False, **self._routers.keywords(routes_NLk, self.device)).last_hidden_state
+
     def _packed_states(self, batch: Batch) -> Tensor:
         """The state that predicts each response token, [N, D], from one packed row."""
         layout = pack(batch, self.device)
         # A mask of four dimensions is passed on untouched: transformers builds no [N, N] mask of its own, and ours is not read.
         unread = torch.zeros(1, 1, 1, 1, device=self.device)
-        out = self._base(input_ids=layout.token_1N, position_ids=layout.position_1N, attention_mask=unread, use_cache=False, **{_LAYOUT: layout})
-        return out.last_hidden_state[0].index_select(0, layout.source_n)
+        hidden = self._run(layout.routes_NLk, input_ids=layout.token_1N, position_ids=layout.position_1N, attention_mask=unread, **{_LAYOUT: layout})
+        return hidden[0].index_select(0, layout.source_n)
 
     def _plain_states(self, batch: Batch) -> Tensor:
         """The same from right-padded rows: padding comes after everything that is read, so causal attention needs no mask for it."""
         B, T = batch.token_BT.shape
         width = max(T - 1, 1)
-        hidden = self._base(input_ids=batch.token_BT[:, :width].to(self.device), use_cache=False).last_hidden_state
+        routes_NLk = None if batch.routes is None else batch.routes[:, :width].flatten(0, 1)
+        hidden = self._run(routes_NLk, input_ids=batch.token_BT[:, :width].to(self.device))
         slot_BT = torch.arange(B)[:, None] * width + torch.arange(T).clamp(max=width - 1)
         source = shift(slot_BT)[batch.response_mask_BT.cpu()].to(self.device)
         return hidden.reshape(B * width, -1).index_select(0, source)
@@ -367,7 +240,7 @@ class HFPolicy:
         self.sharing_refused = "being checked"
         plain = self._score(batch, False).logp_BT[mask]
         if not torch.isfinite(want_N).all():
-            _refuse_not_finite(self.model, f"{type(self.model).__name__}: weights")
+            refuse_not_finite(self.model, f"{type(self.model).__name__}: weights")
         if not torch.allclose(plain.float(), want_N, atol=tolerance, rtol=tolerance):
             gap = float((plain - want_N).abs().max())
             raise CheckpointError(
@@ -383,6 +256,16 @@ class HFPolicy:
             except Exception as e:  # an architecture that cannot take packed rows fails in its own way
                 refused = f"the model does not take packed rows ({type(e).__name__})"
         self.sharing_refused, self.bfloat16 = refused, low
+
+    @torch.no_grad()
+    def _check_replay(self) -> None:
+        """Replaying a few tokens' own experts must give the same log-probs; refused here and not in the first update."""
+        batch = _probe(self.model.config.get_text_config().vocab_size)
+        live, routes = self.record(batch)
+        gap = float((self.score(replace(batch, routes=routes)).logp_BT - live.logp_BT).abs().max())
+        if not gap <= 1e-4:
+            raise UsageError(f"{type(self.model).__name__}: routing replay", got=f"log-probs that differ by {gap:.2g} from live ones on the experts "
+                             "they chose", expected="none", do="This architecture is not supported: set routing.replay=off.")  # fmt: skip
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters an optimizer updates, in a fixed order: all of them, or the adapters."""
@@ -405,22 +288,37 @@ class HFPolicy:
             CheckpointError: missing or unknown names, or other shapes.
         """
         own = self.state_dict()
-        wrong = sorted(own.keys() ^ state.keys()) + [k for k in own.keys() & state.keys() if own[k].shape != state[k].shape]
-        if wrong:
-            raise CheckpointError("Policy weights", got=f"{len(wrong)} names or shapes that differ, e.g. {wrong[0]}",
-                                  expected="the weights of this model", do="Resume with the model (and LoRA options) of the run.")  # fmt: skip
+        self._refuse_names(own, state)
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(state[name])
 
+    def load_trained(self, state: Mapping[str, Tensor]) -> None:
+        """Restore some parameters by name (the trained ones of a checkpoint), exactly.
+
+        Raises:
+            CheckpointError: as `load_state_dict`.
+        """
+        self.load_state_dict({**self.state_dict(), **state})
+
+    def _refuse_names(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        wrong = sorted(own.keys() ^ state.keys()) + [k for k in own.keys() & state.keys() if own[k].shape != state[k].shape]
+        if wrong:
+            raise CheckpointError("Policy weights", got=f"{len(wrong)} names or shapes that differ, e.g. {wrong[0]}",
+                                  expected="the weights of this model", do="Resume with the model (and LoRA options) of the run.")  # fmt: skip
+
+    def settle(self) -> None:
+        """Between forward passes without gradient and whatever changes the weights; nothing to do where they are whole."""
+
     def published_weights(self) -> dict[str, Tensor]:
         """Hugging Face name -> weight, adapters merged, tied weights under each of their names. Detached, not copied (merged ones are new)."""
         with torch.no_grad():
-            return dict(self._merged())
+            return dict(self._published(self.model.state_dict()))
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+    def _published(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors of the model, by their published names: adapters merged into what they adapt."""
         adapted = {name: module for name, module in self.model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "get_delta_weight")}
-        for name, value in self.model.state_dict().items():
+        for name, value in own.items():
             if any(f".{part}." in f".{name}" for part in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")):
                 continue
             owner, base, leaf = name.rpartition(".base_layer.")
@@ -464,11 +362,35 @@ def _output_layer(model: Any) -> nn.Linear:
                      do="Leave the output matrix out of lora.target_modules; other heads are not supported.")  # fmt: skip
 
 
+def _plain_slots(batch: Batch) -> Tensor:
+    """Place of each context token in the right-padded rectangle that `_plain_states` runs, int64 [B, T]; -1 elsewhere."""
+    B, T = batch.token_BT.shape
+    response_B1 = batch.response_mask_BT.sum(1, keepdim=True).cpu()
+    inside = (torch.arange(T) < batch.prompt_length_B[:, None].cpu() + response_B1 - 1) & (response_B1 > 0)
+    return torch.where(inside, torch.arange(B)[:, None] * max(T - 1, 1) + torch.arange(T), -1)
+
+
+def _refuse_missing_routes(batch: Batch) -> None:
+    """Replay never falls back to live routing.
+
+    Raises:
+        DataError: no experts at all, or none for a context token of some row.
+    """
+    do = "Record them: rollouts by a sampler with routes (r3), or by HFPolicy.record (r2)."
+    if batch.routes is None:
+        raise DataError("routing replay", got="a batch without routes", expected="the experts of every context token", do=do)
+    missing_BT = (batch.routes[:, :, 0, 0].cpu() == NOT_RECORDED) & (_plain_slots(batch) >= 0)
+    if bool(missing_BT.any()):
+        b, t = (int(x) for x in missing_BT.nonzero()[0])
+        raise DataError("routing replay", got=f"no experts for token {t} of row {b} (group {int(batch.group_B[b])})",
+                        expected="the experts of every context token", do=do)  # fmt: skip
+
+
 def _without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
+        for name in ("attention_dropout", "dropout", "jitter_noise"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 

@@ -85,6 +85,10 @@ class Layout:
     source_n: Tensor
     """Packed index of the state that predicts each response token, in row-major order of the response mask."""
     blocks: list[Block]
+    slot_BT: Tensor
+    """Packed index of each context token of rows with a response, int64 on the host; -1 elsewhere."""
+    routes_NLk: Tensor | None = None
+    """Recorded experts of each packed token, on the host; None when the batch has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,11 +97,17 @@ class Layout:
 
 
 def families(batch: Batch) -> list[list[int]]:
-    """Rows that share a prompt: equal group *and* equal prompt tokens. Families in the order of their first row, rows in order."""
+    """Rows that share a prompt: equal group *and* equal prompt tokens. Families in the order of their first row, rows in order.
+
+    Where experts were recorded, those of the prompt must be equal too: a prompt that was computed twice can have gone to different ones.
+    """
     token, prompt, group = _host(batch.token_BT), _host(batch.prompt_length_B), _host(batch.group_B)
-    found: dict[tuple[int, bytes], list[int]] = {}
+    routes = None if batch.routes is None else _host(batch.routes)
+    found: dict[tuple[int, bytes, bytes], list[int]] = {}
     for b in range(len(batch)):
-        found.setdefault((int(group[b]), token[b, : prompt[b]].tobytes()), []).append(b)
+        shared = slice(0, prompt[b])
+        key = int(group[b]), token[b, shared].tobytes(), b"" if routes is None else routes[b, shared].tobytes()
+        found.setdefault(key, []).append(b)
     return list(found.values())
 
 
@@ -122,44 +132,62 @@ def plan_microbatches(batch: Batch, token_budget: int, *, padded: bool = False) 
     """
     if token_budget < 1:
         raise UsageError("token_budget", got=token_budget, expected="at least 1", do="Use the number of tokens that fit in memory at once.")
-    prompt = _host(batch.prompt_length_B)
-    response = _host(batch.response_mask_BT.sum(1))
     if padded:
-        return _plan_padded((prompt + response).tolist(), token_budget)
-    pieces: list[tuple[int, list[int]]] = []
+        return sorted(sorted(rows) for rows in fill_rectangles(row_lengths(batch), token_budget))
+    pieces = cut_families(batch, token_budget)
+    count = max(1, -(-sum(cost for cost, _ in pieces) // token_budget))
+    while (bins := fill_bins(pieces, count, token_budget)) is None:
+        count += 1
+    return sorted(rows for _, rows in bins if rows)
+
+
+Costed = tuple[int, list[int]]
+"""Tokens that rows cost together, and the rows."""
+
+
+def cut_families(batch: Batch, most: int) -> list[Costed]:
+    """Families, those above `most` tokens cut into runs of rows, dearest first. A row above it stays whole."""
+    prompt, response = _host(batch.prompt_length_B), _host(batch.response_mask_BT.sum(1))
+    pieces: list[Costed] = []
     for rows in families(batch):
         cost, piece = 0, list[int]()
         for row in rows:
-            if piece and cost + response[row] > token_budget:
+            if piece and cost + response[row] > most:
                 pieces.append((cost, piece))
                 piece = []
             cost = (cost if piece else int(prompt[row])) + int(response[row])
             piece.append(row)
         pieces.append((cost, piece))
-    pieces.sort(key=lambda p: (-p[0], p[1][0]))
-    count = max(1, -(-sum(cost for cost, _ in pieces) // token_budget))
-    while True:
-        load, bins = [0] * count, [list[int]() for _ in range(count)]
-        over = False
-        for cost, piece in pieces:
-            k = load.index(min(load))
-            over |= bool(bins[k]) and load[k] + cost > token_budget
-            load[k] += cost
-            bins[k] += piece
-        if not over or count >= len(pieces):
-            return sorted(sorted(rows) for rows in bins if rows)
-        count += 1
+    return sorted(pieces, key=lambda p: (-p[0], p[1][0]))
 
 
-def _plan_padded(length_B: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Rows of similar length together, so that little padding is computed."""
+def fill_bins(pieces: Sequence[Costed], count: int, most: int) -> list[Costed] | None:
+    """Longest piece first, each into the least loaded of `count` bins; rows of a bin in order. None: a bin would hold several pieces and more than
+    `most` tokens, and more bins would help."""
+    load, bins, over = [0] * count, [list[int]() for _ in range(count)], False
+    for cost, piece in pieces:
+        k = load.index(min(load))
+        over |= bool(bins[k]) and load[k] + cost > most
+        load[k] += cost
+        bins[k] += piece
+    return None if over and count < len(pieces) else [(cost, sorted(rows)) for cost, rows in zip(load, bins, strict=True)]
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Tokens of each row, prompt included."""
+    out: list[int] = (_host(batch.prompt_length_B) + _host(batch.response_mask_BT.sum(1))).tolist()
+    return out
+
+
+def fill_rectangles(length_B: Sequence[int], most: int) -> list[list[int]]:
+    """Rows of similar length together, longest first, so that little padding is computed; rows x longest row is at most `most`, or one row."""
     plan: list[list[int]] = []
     for row in sorted(range(len(length_B)), key=lambda b: (-length_B[b], b)):
-        if plan and (len(plan[-1]) + 1) * length_B[plan[-1][0]] <= token_budget:
+        if plan and (len(plan[-1]) + 1) * length_B[plan[-1][0]] <= most:
             plan[-1].append(row)
         else:
             plan.append([row])
-    return sorted(sorted(rows) for rows in plan)
+    return plan
 
 
 def pack(batch: Batch, device: torch.device | str) -> Layout:
@@ -180,7 +208,7 @@ def pack(batch: Batch, device: torch.device | str) -> Layout:
             leaves += [_Span([b], int(prompt[b]), int(kept[b]), stems[-1]) for b in live if kept[b]]
     if not stems:
         stems.append(_Span([0], 0, 1))
-    slot = np.zeros(token.shape, dtype=np.int64)
+    slot = np.full(token.shape, -1, dtype=np.int64)
     columns: list[Array] = []
     buckets = _buckets(stems) + _buckets(leaves)
     start = 0
@@ -193,12 +221,15 @@ def pack(batch: Batch, device: torch.device | str) -> Layout:
             start += span.length
     flat = np.concatenate(columns)
     to = torch.device(device)
+    slot[~needed] = -1  # the one token of a batch without responses
     source = shift(torch.from_numpy(slot))[batch.response_mask_BT.cpu()]
     return Layout(
         token_1N=torch.from_numpy(token.reshape(-1)[flat])[None].to(to),
         position_1N=torch.from_numpy(flat % token.shape[1])[None].to(to),
         source_n=source.to(to),
         blocks=[_block(bucket, to) for bucket in buckets],
+        slot_BT=torch.from_numpy(slot),
+        routes_NLk=None if batch.routes is None else batch.routes.cpu().flatten(0, 1)[torch.from_numpy(flat)],
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from nearpolicy.errors import CheckpointError, DataError, EngineError
-from nearpolicy.policy.hf import HFPolicy, load_model, load_tokenizer
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.loading import load_model, load_tokenizer
 from nearpolicy.policy.quiet import quiet_transformers
 from nearpolicy.protocols import Teacher
 from nearpolicy.rollout import Array, Batch, Outcome, Rollout, Score, Scored, collate

@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server: prompt log-probs over its OpenAI-compatible HTTP interface. Standard library only; the only file that does.
+"""A teacher behind a vLLM server: prompt log-probs over its OpenAI-compatible HTTP interface.
 
     POST <server>/v1/completions {"model", "prompt": [[ids], ...], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     -> choices[i].prompt_logprobs = [null, {"<id>": {"logprob": ...}, ...}, ...], one entry for each prompt token
@@ -6,25 +6,19 @@
 The token itself is always among the entries of its position. vLLM gives prompt log-probs of the unscaled distribution (temperature 1).
 """
 
-import http.client
-import json
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nearpolicy.errors import EngineError, UsageError
+from nearpolicy.errors import EngineError
+from nearpolicy.jsonhttp import JsonServer
 from nearpolicy.rollout import Array, Rollout
 
 KEY = "NEARPOLICY_TEACHER_KEY"
 """Environment variable with the server's API key, where it wants one."""
-_LONGEST_PAUSE = 30.0
-_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +37,7 @@ class ServerOptions:
 
 
 class ServerTeacher:
-    """`protocols.Teacher` over HTTP. A request that fails (no connection, no answer in time, status 429 or 5xx) is sent again after 1, 2, 4, ...
-    at most 30 seconds.
+    """`protocols.Teacher` over HTTP; a request that fails is sent again as `JsonServer` says.
 
     Args:
         pause: waits that many seconds; tests replace it.
@@ -55,14 +48,14 @@ class ServerTeacher:
     """
 
     def __init__(self, options: ServerOptions, *, pause: Callable[[float], None] = time.sleep, say: Callable[[str], None] = print) -> None:
-        if not options.url.startswith(("http://", "https://")):
-            raise UsageError("teacher.server", got=repr(options.url), expected="http://host:port", do="Write the server's URL.")
-        self.options, self._pause, self._say = options, pause, say
-        self.url = options.url.rstrip("/").removesuffix("/v1")
-        listed = self._call("/v1/models", None)
+        self.options = options
+        self._http = JsonServer(
+            name="teacher.server", url=options.url, timeout=options.timeout, retries=options.retries, key=KEY, pause=pause, say=say
+        )
+        listed = self._http.call("/v1/models")
         names = [str(m["id"]) for m in listed.get("data", []) if isinstance(m, dict) and "id" in m] if isinstance(listed, dict) else []
         if not names or (options.model is not None and options.model not in names):
-            raise EngineError(f"teacher.server {self.url}", got=f"the models {', '.join(names) or '(none)'}",
+            raise EngineError(f"teacher.server {self._http.base}", got=f"the models {', '.join(names) or '(none)'}",
                               expected=options.model or "a model", do="Set teacher.served_name to one of them.")  # fmt: skip
         self.model = options.model or names[0]
 
@@ -76,7 +69,7 @@ class ServerTeacher:
         sequences = {i: [*map(int, r.prompt_P), *map(int, r.response_T)] for i, r in enumerate(rollouts) if len(r.response_T)}
         for where in self._requests(sequences):
             body = {"model": self.model, "prompt": [sequences[i] for i in where], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-            choices = self._choices(self._call("/v1/completions", body), len(where))
+            choices = self._choices(self._http.call("/v1/completions", body), len(where))
             for i, choice in zip(where, choices, strict=True):
                 out[i] = self._response(choice, sequences[i], len(rollouts[i].prompt_P), rollouts[i])
         return out
@@ -113,33 +106,5 @@ class ServerTeacher:
         return np.asarray(values, dtype=np.float32)
 
     def _bad(self, got: str) -> EngineError:
-        return EngineError(f"teacher.server {self.url}", got=got, expected="prompt log-probs of every token",
+        return EngineError(f"teacher.server {self._http.base}", got=got, expected="prompt log-probs of every token",
                            do="Is it a vLLM server, with room for these lengths (--max-model-len)?")  # fmt: skip
-
-    def _call(self, path: str, body: dict[str, Any] | None) -> Any:
-        """One request, sent again as often as allowed."""
-        for attempt in range(self.options.retries + 1):
-            try:
-                return self._send(path, body)
-            except urllib.error.HTTPError as error:
-                why = f"status {error.code}: {' '.join(error.read().decode('utf-8', 'replace').split())[:_MAX_SHOWN]}"
-                if error.code != 429 and error.code < 500:
-                    raise EngineError(f"teacher.server {self.url}", got=why, expected="an answer", do="It refuses the request itself: look at "
-                                      f"its log; a key is read from {KEY}.") from error  # fmt: skip
-            except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, no answer in time, an answer cut short
-                why = f"{type(error).__name__}: {error}"
-            if attempt < self.options.retries:
-                wait = min(2.0**attempt, _LONGEST_PAUSE)
-                self._say(f"warning: teacher.server: {why}; sent again in {wait:.0f} s ({attempt + 1} of {self.options.retries})")
-                self._pause(wait)
-        raise EngineError(f"teacher.server {self.url}", got=f"{why} ({self.options.retries + 1} times)", expected="an answer",
-                          do="Start it again, then go on with --resume (teacher.server may change).")  # fmt: skip
-
-    def _send(self, path: str, body: dict[str, Any] | None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=self.options.timeout) as answer:
-            return json.loads(answer.read())

@@ -84,6 +84,15 @@ CHARTS = (
         "log-ratio", WEIGHTS, "Token log ratio", (Line("ratio/log_token"),), kind="quantiles",
         text="log ratio of each trained token: median, 10-90 % and 1-99 % bands",
     ),
+    Chart(
+        "mismatch", WEIGHTS, "Mismatch of trainer and engine", (Line("mismatch/abs"),), kind="quantiles",
+        text="|trainer's log-prob - engine's| of tokens that the weights of the update wrote themselves: median, 10-90 % and 1-99 % bands",
+    ),
+    Chart(
+        "mismatch-kl", WEIGHTS, "KL between engine and trainer",
+        (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1"), Line("mismatch/abs_mean", "mean |difference|")), log=True,
+        text="at tokens that the weights of the update wrote themselves; 0 in exact arithmetic",
+    ),
     Chart("log-weight-histogram", WEIGHTS, "Sequence log weight, first and last steps", (Line("weight/log_sequence"),), kind="histogram",
           text="share of responses; dashed: first tenth of the steps, filled: last tenth"),
     Chart("log-weight-heatmap", WEIGHTS, "Sequence log weight over steps", (Line("weight/log_sequence"),), kind="heatmap",

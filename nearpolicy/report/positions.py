@@ -36,6 +36,8 @@ FIGURES = (
     ("prefix_logp_student", "Prefix log-likelihood, student", ("prefix_logp_student",)),
     ("prefix_logp_teacher", "Prefix log-likelihood, teacher", ("prefix_logp_teacher",)),
     ("signal_weight", "Weight on the teacher's signal", ("signal_weight",)),
+    ("mismatch", "Mismatch of trainer and engine", ("mismatch",)),
+    ("mismatch_kl", "KL(engine || trainer), k3", ("mismatch_kl",)),
     ("age", "Age", ("age",)),
     ("tokens", "Trained tokens", ("tokens",)),
 )

@@ -4,7 +4,8 @@
 p of its slot, so rows of different lengths decode in one batch, prompts are computed once and copied to their samples, and a row that
 ends is replaced by moving another one into its slot. Attention goes through transformers' attention registry: while the registered name
 is set on the model no mask is built by transformers, grouped query heads are read as query positions (keys are never repeated) and
-sliding windows come from the position of each key.
+sliding windows come from the position of each key. Of the tokens of a prefill the last one alone needs logits, so the last layer gives
+the others their keys and values and nothing more.
 
 `RecomputeForward` knows nothing of the model but its logits: it runs every row from the start at every token. Slow, right for any causal
 model: linear attention, chunked attention, attention sinks, models outside the registry.
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from nearpolicy.policy.routing import NOT_RECORDED, Recorder, Routers
+from nearpolicy.rollout import Array
 
 _NAME = "nearpolicy_slots"
 _PREFILL_TOKENS = 4096  # most tokens of one prefill forward: bounds its memory, more gains nothing
@@ -48,9 +52,16 @@ class Forward(Protocol):
         """Copy the first columns of slots `source` to slots `target`."""
         ...
 
+    def routes(self, slot: int, columns: int) -> Array:
+        """Experts of the first `columns` tokens of a slot, int16 [columns, L, k]; inside `recording` alone."""
+        ...
+
 
 class _Step:
     """What one forward tells its layers: where keys go, which ones each query sees."""
+
+    short_layer: int | None = None
+    """The layer that attends from the last token of each row alone; what it says of the others is read by nobody."""
 
     def __init__(self, position_BL: Tensor, *, slot_B: Tensor | None, width: int, fresh: bool, uniform: int | None, trash: int) -> None:
         self.position_BL, self.slot_B, self.width, self.fresh, self.uniform = position_BL, slot_B, width, fresh, uniform
@@ -104,8 +115,16 @@ def _slot_attention(
         if options.get(name) is not None:
             raise _Unsupported(f"attention with {name}")
     step = _STEP.get()
-    window, softcap, scale = options.get("sliding_window"), options.get("softcap"), options.get("scaling")
-    mask = step.mask(window, query.dtype)
+    mask = step.mask(options.get("sliding_window"), query.dtype)
+    L = query.shape[2]
+    if L > 1 and step.short_layer is not None and step.short_layer == getattr(module, "layer_idx", None):
+        out = _attend(query[:, :, -1:], key, value, None if mask is None else mask[:, :, -1:], step, options)
+        return out.expand(-1, L, -1, -1), None
+    return _attend(query, key, value, mask, step, options), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, step: _Step, options: dict[str, Any]) -> Tensor:
+    softcap, scale = options.get("softcap"), options.get("scaling")
     B, H, L, d = query.shape
     K = key.shape[1]
     causal = mask is None and step.causal and L > 1
@@ -114,7 +133,7 @@ def _slot_attention(
         score = torch.bmm(query.reshape(B * K, H // K, d) * (d**-0.5 if scale is None else scale), key.flatten(0, 1).transpose(1, 2))
         if mask is not None:
             score.view(B, K * (H // K), -1).add_(mask[:, 0])
-        return torch.bmm(score.softmax(-1), value.flatten(0, 1)).view(B, 1, H, value.shape[-1]), None
+        return torch.bmm(score.softmax(-1), value.flatten(0, 1)).view(B, 1, H, value.shape[-1])
     if H != K and not causal:
         query = query.reshape(B, K, H // K * L, d)
         if mask is not None and L > 1:
@@ -128,7 +147,7 @@ def _slot_attention(
         if causal:
             score = score.masked_fill(torch.ones(L, L, dtype=torch.bool, device=score.device).triu(1), float("-inf"))
         out = (score if mask is None else score + mask).float().softmax(-1).to(value.dtype) @ value
-    return out.reshape(B, H, L, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return out.reshape(B, H, L, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(_NAME, _slot_attention)
@@ -211,19 +230,76 @@ class _SlotCache(Cache):  # type: ignore[misc]
         self.layers = [_SlotLayer(self) for _ in self.layers]
 
 
-class CachedForward:
+class _Routes:
+    """Experts of every token in the slots, [slots, columns, L, k], beside the keys and values; nothing unless `recording`."""
+
+    _recorder: Recorder | None = None
+    _routes_SC: Tensor | None = None
+
+    @contextmanager
+    def recording(self, routers: Routers) -> Iterator[None]:
+        """Forwards inside this context keep the experts of their tokens, from the next `reserve` on."""
+        with routers.recording() as self._recorder:
+            try:
+                yield
+            finally:
+                self._recorder = self._routes_SC = None
+
+    def routes(self, slot: int, columns: int) -> Array:
+        """Experts of the first `columns` tokens of a slot, int16 [columns, L, k]."""
+        assert self._routes_SC is not None, "inside `recording`, after a forward"
+        out: Array = self._routes_SC[slot, :columns].cpu().numpy().copy()
+        return out
+
+    def _keep_routes(self, slots: int, columns: int, slot_B: Tensor, column_BL: Tensor) -> None:
+        assert self._recorder is not None
+        routes_NLk = self._recorder.take()
+        if self._routes_SC is None:
+            self._routes_SC = routes_NLk.new_full((slots, columns, *routes_NLk.shape[1:]), NOT_RECORDED)
+        self._routes_SC[slot_B[:, None], column_BL] = routes_NLk.view(*column_BL.shape, *routes_NLk.shape[1:])
+
+    def _move_routes(self, target: Tensor, source: Tensor, columns: int) -> None:
+        if self._routes_SC is not None:
+            self._routes_SC[target, :columns] = self._routes_SC[source, :columns]
+
+
+def _last_mlp(model: PreTrainedModel, layers: int) -> torch.nn.Module | None:
+    """The feed-forward block of the last decoder layer; None where the model has none by that name, or one of experts (which may be recorded for
+    every token, and recording changes no bit of what is sampled)."""
+    stacks = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == layers)
+    stack = next(stacks, None)
+    block = None if stack is None else getattr(stack[-1], "mlp", None)
+    return None if hasattr(block, "experts") else block
+
+
+def _last_token(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a block the last token of each row alone: its answer [B, 1, H] is broadcast over the residual stream, and only the last token is read."""
+    return (args[0][:, -1:], *args[1:])
+
+
+class CachedForward(_Routes):
     """Forward over slots of keys and values; see the module's page."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, short: bool = True) -> None:
         self.model = model
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._cache = _SlotCache(model.config.get_text_config().num_hidden_layers)
+        layers = model.config.get_text_config().num_hidden_layers
+        self._cache = _SlotCache(layers)
+        self._last_mlp = _last_mlp(model, layers) if short and self._last_only else None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "CachedForward | str":
+        """The forward, or the reason why the slots do not reproduce the model's own logits. Runs a few tokens through the model."""
+        if (reason := cls._misfit(forward := cls(model), model)) is None:
+            return forward
+        if forward._last_mlp is not None and cls._misfit(forward := cls(model, short=False), model) is None:
+            return forward
+        return reason
 
     @staticmethod
-    def fits(model: PreTrainedModel) -> str | None:
-        """None when the slots reproduce the model's own logits, else the reason why not. Runs a few tokens through the model."""
+    def _misfit(forward: "CachedForward", model: PreTrainedModel) -> str | None:
         config = model.config.get_text_config()
         layers = getattr(config, "layer_types", None) or []
         odd = sorted(set(layers) - _KNOWN_LAYERS)
@@ -235,13 +311,14 @@ class CachedForward:
         ids = (torch.arange(1, 6, device=device) * 7) % V
         try:
             plain = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-            forward = CachedForward(model)
             with forward.attention():
                 forward.reserve(3, 6)
                 first = forward.admit([ids[:3], ids[:1], ids[:2]], [None, ids[1:4], None], 0)
                 second = forward.decode(torch.stack([ids[3], ids[4], ids[2]]), torch.tensor([3, 4, 2], device=device))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            forward.release()
         got, want = torch.cat([first, second]).float().log_softmax(-1), plain[[2, 3, 1, 3, 4, 2]]
         if model.dtype == torch.float32:
             gap, tolerance = float((got - want).abs().max()), 1e-3
@@ -258,6 +335,7 @@ class CachedForward:
 
     def reserve(self, slots: int, columns: int) -> None:
         """Make room; buffers that are large enough stay."""
+        self._routes_SC = None
         if slots > self._cache.slots or columns + 1 > self._cache.columns:
             self._cache.resize(max(slots, self._cache.slots), max(-(-(columns + 1) // _COLUMNS) * _COLUMNS, self._cache.columns))
 
@@ -290,11 +368,12 @@ class CachedForward:
             longest = len(jobs[-1][0])
             count = max(1, min(len(jobs), _PREFILL_TOKENS // longest))
             chunk, jobs = jobs[-count:], jobs[:-count]
+            length_B1 = torch.tensor([[len(tokens)] for tokens, _, _, _ in chunk])
+            index_BL = torch.arange(longest) - (longest - length_B1)  # of each token in its row, below 0 for padding
+            held_BL = index_BL >= 0
             token_BL = torch.zeros(count, longest, dtype=torch.long)
-            position_BL = torch.full((count, longest), -1)
-            for b, (tokens, start, _, _) in enumerate(chunk):
-                token_BL[b, longest - len(tokens) :] = tokens
-                position_BL[b, longest - len(tokens) :] = torch.arange(start, start + len(tokens))
+            token_BL[held_BL] = torch.cat([tokens for tokens, _, _, _ in chunk])
+            position_BL = torch.where(held_BL, index_BL + torch.tensor([[start] for _, start, _, _ in chunk]), -1)
             fresh = all(start == 0 for _, start, _, _ in chunk)
             uniform = 0 if fresh and len(chunk[0][0]) == longest else None
             device = self.model.device
@@ -315,25 +394,34 @@ class CachedForward:
         return self._forward(token_B[:, None], step)
 
     def _forward(self, token_BL: Tensor, step: _Step) -> Tensor:
-        held = _STEP.set(step)
+        held, hook = _STEP.set(step), None
+        if self._last_mlp is not None and token_BL.shape[1] > 1:
+            step.short_layer = len(self._cache.layers) - 1
+            hook = self._last_mlp.register_forward_pre_hook(_last_token)
         try:
             out = self.model(
                 input_ids=token_BL, position_ids=step.position_BL.clamp(min=0), use_cache=True, **{self._cache_name: self._cache}, **self._last_only
             )
         finally:
             _STEP.reset(held)
+            if hook is not None:
+                hook.remove()
+        if self._recorder is not None:
+            slot_B = torch.arange(len(token_BL), device=token_BL.device) if step.slot_B is None else step.slot_B
+            self._keep_routes(self._cache.slots, self._cache.columns, slot_B, step.column_BL)
         logits: Tensor = out.logits[:, -1]
         return logits
 
     def move(self, target: Tensor, source: Tensor, columns: int) -> None:
         """Copy rows between slots, all layers."""
+        self._move_routes(target, source, columns)
         for layer in self._cache.layers:
             if layer.is_initialized:
                 for held in (layer.keys, layer.values):
                     held[target, :, :columns] = held[source, :, :columns]
 
 
-class RecomputeForward:
+class RecomputeForward(_Routes):
     """The whole of every row at every token; see the module's page."""
 
     def __init__(self, model: PreTrainedModel, reason: str) -> None:
@@ -348,6 +436,7 @@ class RecomputeForward:
 
     def reserve(self, slots: int, columns: int) -> None:
         """Room for the ids alone."""
+        self._routes_SC = None
         self._token = torch.zeros(slots, columns, dtype=torch.long, device=self.model.device)
 
     def release(self) -> None:
@@ -359,20 +448,26 @@ class RecomputeForward:
         for row, ids in enumerate(rows):
             self._token[first_slot + row, : len(ids)] = ids.to(self._token.device)
         length = torch.tensor([len(ids) for ids in rows], device=self._token.device)
-        return self._run(self._token[first_slot : first_slot + len(rows)], length)
+        return self._run(first_slot, length)
 
     def decode(self, token_B: Tensor, position_B: Tensor) -> Tensor:
         """Append and run again."""
         self._token[: len(token_B)].scatter_(1, position_B[:, None], token_B[:, None])
-        return self._run(self._token[: len(token_B)], position_B + 1)
+        return self._run(0, position_B + 1)
 
-    def _run(self, token_BC: Tensor, length_B: Tensor) -> Tensor:
+    def _run(self, first_slot: int, length_B: Tensor) -> Tensor:
+        token_BC = self._token[first_slot : first_slot + len(length_B)]
         width = int(length_B.max())
         seen = torch.arange(width, device=token_BC.device) < length_B[:, None]
         out = self.model(input_ids=token_BC[:, :width], attention_mask=seen.long(), use_cache=False)
+        if self._recorder is not None:
+            slot_B = first_slot + torch.arange(len(length_B), device=token_BC.device)
+            slots, columns = self._token.shape
+            self._keep_routes(slots, columns, slot_B, torch.arange(width, device=token_BC.device).expand(len(length_B), -1))
         logits: Tensor = out.logits[torch.arange(len(length_B), device=token_BC.device), length_B - 1]
         return logits
 
     def move(self, target: Tensor, source: Tensor, columns: int) -> None:
         """Copy ids between slots."""
+        self._move_routes(target, source, columns)
         self._token[target, :columns] = self._token[source, :columns]

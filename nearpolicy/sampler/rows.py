@@ -1,6 +1,6 @@
 """Rows in flight: who waits, who decodes in which slot, what each has written. Tensors over slots; no Python per row and token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,10 @@ class Row:
     """Sampled tokens, the prefix left out."""
     logp_T: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     entropy_T: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    routes: Array | None = None
+    """Experts of every context token, int16 [P + T - 1, L, k], the prefix included; None when not asked for."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(response index, version of the weights from there on); empty where weights cannot change."""
     stop: StopReason | None = None
 
     @property
@@ -49,6 +53,7 @@ class Rows:
         self._capacity = R
         forward.reserve(R, max(len(row.prompt) for row in rows) + T)
         self._row: list[Row] = []
+        self._version: int | None = None  # None while nobody asks
         self._uniform_RT = torch.zeros(R, T, dtype=torch.float64, device=device)
         self._token_RT = torch.zeros(R, T, dtype=torch.long, device=device)
         self._logp_RT = torch.zeros(R, T, device=device)
@@ -59,9 +64,19 @@ class Rows:
         # A prefill costs several decode steps however few rows it serves, so freed slots are filled in lumps.
         self._lump = max(1, R // 8)
 
-    def run(self) -> None:
-        """Until every row has its `stop`."""
+    def run(self, interrupt: Callable[[], bool] | None = None, refresh: Callable[[], int] | None = None) -> None:
+        """Until every row has its `stop`.
+
+        Args:
+            interrupt: asked before each decode step: True ends all rows at once, as ABORTED.
+            refresh: called before each decode step: may put other weights under the rows in flight, and says which version they are.
+        """
         while self._waiting or self._row:
+            if refresh is not None:
+                self._continue_under(refresh())
+            if interrupt is not None and interrupt():
+                self._abort()
+                return
             free = self._capacity - len(self._row)
             if self._waiting and (free >= min(self._lump, len(self._waiting)) or not self._row):
                 self._admit(min(free, len(self._waiting)))
@@ -70,6 +85,19 @@ class Rows:
                 index_A = self._index_R[:A]
                 last_A = self._token_RT[:A].gather(1, index_A[:, None] - 1).squeeze(1)
                 self._take(0, self._forward.decode(last_A, self._prompt_R[:A] + index_A - 1))
+
+    def _continue_under(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            for row, index in zip(self._row, self._index_R.tolist(), strict=False):
+                row.versions.append((index, version))
+
+    def _abort(self) -> None:
+        """Every row that has not ended hands over what it has."""
+        for row in (*self._row, *self._waiting):
+            row.stop = StopReason.ABORTED
+        self._waiting.clear()
+        self._retire()
 
     def _admit(self, count: int) -> None:
         # Whole groups share their prefill, so stop at a group's end when one is in reach.
@@ -88,6 +116,9 @@ class Rows:
         for slot, prefix in enumerate(prefixes, first):
             if prefix is not None:
                 self._token_RT[slot, : len(prefix)] = prefix
+        if self._version is not None:
+            for row in fresh:
+                row.versions.append((row.prefix_length, self._version))
         self._row.extend(fresh)
         self._take(first, self._forward.admit([row.prompt for row in fresh], prefixes, first))
 
@@ -132,6 +163,8 @@ class Rows:
             row.logp_T = self._logp_RT[slot, row.prefix_length : T].cpu().numpy().copy()
             if self._entropy_RT is not None:
                 row.entropy_T = self._entropy_RT[slot, row.prefix_length : T].cpu().numpy().copy()
+            if self._params.routes:
+                row.routes = self._forward.routes(slot, len(row.prompt) + T - 1)
         left = len(self._row) - len(done)
         source = [slot for slot in range(left, len(self._row)) if slot not in gone]
         target = [slot for slot in done if slot < left]

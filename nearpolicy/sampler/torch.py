@@ -1,10 +1,9 @@
 """The embedded sampler: any transformers causal language model, in this process."""
 
 import copy
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from nearpolicy.errors import DataError, UsageError
+from nearpolicy.errors import UsageError
+from nearpolicy.policy.routing import Routers
 from nearpolicy.protocols import Request, SamplingParams
-from nearpolicy.rollout import Array, Rollout, Source, StopReason
+from nearpolicy.rollout import Array, Rollout, Source
 from nearpolicy.sampler.cache import CachedForward, Forward, RecomputeForward
+from nearpolicy.sampler.requests import check_requests, stop_beforehand
 from nearpolicy.sampler.rows import Row, Rows
 from nearpolicy.sampler.stops import StopStrings
 from nearpolicy.sampler.weights import copy_weights, named, weights_digest
@@ -38,11 +39,13 @@ class TorchSampler:
         dtype: of the sampler's weights and arithmetic; None keeps the model's.
         device: None keeps the model's.
         version: version of the weights that the model holds.
+        router_noise: for experiments with mismatched routing: sampling runs with router weights that carry an error of this size (a share of their
+            root mean square), drawn for each seed and version; the model holds it only while it samples.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, *, max_rows: int = MAX_ROWS, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, version: int = 0,
+        device: torch.device | str | None = None, version: int = 0, router_noise: float = 0.0,
     ) -> None:  # fmt: skip
         if max_rows < 1:
             raise UsageError("TorchSampler: max_rows", got=max_rows, expected="at least 1", do="Leave it out for the default.")
@@ -50,13 +53,14 @@ class TorchSampler:
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
         if (dtype is not None and dtype != model.dtype) or target != model.device:
-            model = copy.deepcopy(model).requires_grad_(False).to(device=target, dtype=dtype or model.dtype)
-        self.model, self.tokenizer, self.max_rows, self.version = model, tokenizer, max_rows, version
+            model = copy.deepcopy(model).to(device=target, dtype=dtype or model.dtype)  # requiring gradients as before: see TorchFactory
+        self.model, self.tokenizer, self.max_rows, self.version, self.router_noise = model, tokenizer, max_rows, version, router_noise
+        self._routers: Routers | None = None
         self._loaded_names: list[str] | None = None
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         with self._evaluating():
-            reason = CachedForward.fits(model)
-        self._forward: CachedForward | RecomputeForward = CachedForward(model) if reason is None else RecomputeForward(model, reason)
+            made = CachedForward.of(model)
+        self._forward: CachedForward | RecomputeForward = RecomputeForward(model, made) if isinstance(made, str) else made
 
     @property
     def cached(self) -> bool:
@@ -79,28 +83,68 @@ class TorchSampler:
         """Hash of the weights in use, under the names last loaded: equals `weights_digest(published, dtype=sampler.model.dtype)`."""
         return weights_digest(named(self.model, self._loaded_names))
 
-    def sample(self, requests: Sequence[Request], n: int, params: SamplingParams) -> list[Rollout]:
+    def sample(
+        self, requests: Sequence[Request], n: int, params: SamplingParams, *, interrupt: Callable[[], bool] | None = None,
+        refresh: Callable[[], object] | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """n rollouts a request, flat, in request order.
 
+        Args:
+            interrupt: asked between two decode steps; once it says True, rows that have not ended come back as they are, with
+                `StopReason.ABORTED` (`sampler.continuation` goes on with them).
+            refresh: called between two decode steps; it may `load` other weights. Rows in flight go on under them, on the keys and values that
+                the old weights filled, and say so (`Rollout.reused_cache`).
         Raises:
             UsageError: parameters out of range, or stop strings without a tokenizer.
             DataError: an empty prompt, prompt and response longer than the model's positions, or prefixes that are not n.
             EngineError: non-finite logits, naming prompt and token.
         """
         self._check(requests, n, params)
+        if refresh is not None and (params.routes or self.router_noise):
+            raise UsageError("sample: refresh", got="routes (or router_noise) with it", expected="one of them",
+                             do="Experts are recorded under the weights that write the suffix; a cache of older weights holds others.")  # fmt: skip
         rows = self._rows(requests, n, params)
         waiting = [row for row in rows if row.stop is None]
-        if waiting:
-            with self._evaluating(), self._forward.attention():
+        whole = [row for row in rows if row.stop is not None] if params.routes else []
+        if waiting or whole:
+            with self._evaluating(), self._routing(params), self._forward.attention():
                 try:
-                    Rows(
-                        waiting, params, forward=self._sharing(waiting), max_rows=self.max_rows, device=self.model.device,
-                        stops=self._stop_strings(params),
-                    ).run()  # fmt: skip
+                    self._record_whole(whole)
+                    if waiting:
+                        Rows(
+                            waiting, params, forward=self._sharing(waiting), max_rows=self.max_rows, device=self.model.device,
+                            stops=self._stop_strings(params),
+                        ).run(interrupt, None if refresh is None else lambda: self._refreshed(refresh))  # fmt: skip
                 except BaseException:
                     self._forward.release()
                     raise
         return self._rollouts(rows, params)
+
+    @contextmanager
+    def _routing(self, params: SamplingParams) -> Iterator[None]:
+        """Recording of experts, and noise on the routers, where they are asked for."""
+        if not (params.routes or self.router_noise):
+            yield
+            return
+        self._routers = self._routers or Routers(self.model)
+        recording = self._forward.recording(self._routers) if params.routes else nullcontext()
+        with self._routers.noisy(self.router_noise, params.seed, self.version), recording:
+            yield
+
+    def _record_whole(self, rows: Sequence[Row]) -> None:
+        """Experts of rows that nothing is sampled for: they are run as they are."""
+        for first in range(0, len(rows), self.max_rows):
+            some = rows[first : first + self.max_rows]
+            prefixes = [torch.from_numpy(np.asarray(row.prefix.token_T, dtype=np.int64)) for row in some if row.prefix is not None]
+            length = [len(row.prompt) + row.prefix_length for row in some]
+            self._forward.reserve(len(some), max(length))
+            self._forward.admit([row.prompt for row in some], prefixes, 0)
+            for slot, row in enumerate(some):
+                row.routes = self._forward.routes(slot, length[slot] - 1)
+
+    def _refreshed(self, refresh: Callable[[], object]) -> int:
+        refresh()
+        return self.version
 
     def _sharing(self, rows: Sequence[Row]) -> Forward:
         """The forward, with prefixes computed once where several rows of a prompt go on from one Prefix object."""
@@ -121,34 +165,9 @@ class TorchSampler:
                 module.training = True
 
     def _check(self, requests: Sequence[Request], n: int, params: SamplingParams) -> None:
-        V = self.model.config.get_text_config().vocab_size
-        wrong = {
-            "n": (n, n >= 1, "at least 1"),
-            "max_tokens": (params.max_tokens, params.max_tokens >= 1, "at least 1"),
-            "temperature": (params.temperature, params.temperature >= 0 and math.isfinite(params.temperature), "0 (greedy) or positive"),
-            "top_p": (params.top_p, 0 < params.top_p <= 1, "in (0, 1]"),
-            "top_k": (params.top_k, params.top_k is None or params.top_k >= 1, "at least 1, or None"),
-            "eos_ids": (sorted(params.eos_ids), all(0 <= i < V for i in params.eos_ids), f"ids in [0, {V})"),
-            "stop_strings": (params.stop_strings, all(params.stop_strings), "non-empty strings"),
-        }
-        for name, (got, right, expected) in wrong.items():
-            if not right:
-                raise UsageError(f"sample: {name}", got=got, expected=expected, do="Change the rollout settings.")
-        if params.stop_strings and self.tokenizer is None:
-            raise UsageError("sample: stop_strings", got="no tokenizer", expected="one to decode with", do="Give TorchSampler a tokenizer.")
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for request in requests:
-            P = len(request.prompt.token_P)
-            if P == 0 or (most is not None and P + params.max_tokens > most):
-                raise DataError(
-                    f"sample: prompt {request.prompt.id!r}", got=f"{P} prompt tokens + at most {params.max_tokens} response tokens",
-                    expected=f"a prompt token and at most {most} in all", do="Drop or shorten the prompt, or lower max_tokens.",
-                )  # fmt: skip
-            if request.prefixes is not None and len(request.prefixes) != n:
-                raise DataError(
-                    f"sample: prefixes of prompt {request.prompt.id!r}", got=len(request.prefixes), expected=f"one for each of the {n} samples",
-                    do="Give None for samples without a prefix.",
-                )  # fmt: skip
+        config = self.model.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
+        check_requests(requests, n, params, vocabulary=config.vocab_size, longest=most, tokenizer=self.tokenizer)
 
     def _rows(self, requests: Sequence[Request], n: int, params: SamplingParams) -> list[Row]:
         shared: dict[bytes, Tensor] = {}
@@ -158,12 +177,8 @@ class TorchSampler:
             prompt = shared.setdefault(ids.tobytes(), torch.from_numpy(ids))
             for i in range(n):
                 prefix = request.prefixes[i] if request.prefixes is not None else None
-                row = Row(request=request, sample=request.first_sample + i, prompt=prompt, prefix=prefix)
-                if prefix is not None and prefix.stop is not None:
-                    row.stop = prefix.stop
-                elif row.prefix_length >= params.max_tokens:
-                    row.stop = StopReason.LENGTH
-                rows.append(row)
+                stop = stop_beforehand(prefix, params.max_tokens)
+                rows.append(Row(request=request, sample=request.first_sample + i, prompt=prompt, prefix=prefix, stop=stop))
         return rows
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -188,12 +203,15 @@ class TorchSampler:
             if entropy is not None and len(entropy) != len(response):
                 entropy = np.concatenate([np.full(p, np.nan, np.float32), entropy])  # missing, not zero: the prefix came without
             versions = np.full(len(row.token_T), self.version, dtype=np.int64)
+            for start, version in row.versions:
+                versions[start - p :] = version
             logp = joined(None if kept is None else kept.logp_behavior_T, row.logp_T)
             assert row.stop is not None
             rollout = Rollout(
                 prompt_id=row.request.prompt.id, group=row.request.ticket, sample=row.sample, prompt_P=row.prompt.numpy(), response_T=response,
                 logp_behavior_T=logp, version_T=joined(None if kept is None else kept.version_T, versions), prefix_length=p, entropy_T=entropy,
                 temperature=params.temperature, stop=row.stop, source=Source.FRESH if kept is None else Source.RELAY, text=text,
+                routes=row.routes, reused_cache=self.cached and bool((versions[1:] != versions[:-1]).any()),
             )  # fmt: skip
             out.append(rollout)
         return out
@@ -215,7 +233,7 @@ class _SharedPrefixes:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self.reserve, self.decode, self.move = forward.reserve, forward.decode, forward.move
+        self.reserve, self.decode, self.move, self.routes = forward.reserve, forward.decode, forward.move, forward.routes
 
     def admit(self, prompts: Sequence[Tensor], prefixes: Sequence[Tensor | None], first_slot: int) -> Tensor:
         """As `Forward.admit`; equal prefixes are views of one array."""

@@ -36,7 +36,7 @@ def copy_weights(module: torch.nn.Module, weights: Mapping[str, Tensor]) -> int:
         EngineError: an unknown name, a missing one, or another shape; nothing is copied then.
     """
     own = module.state_dict(keep_vars=True)
-    _check(own, weights)
+    check_weights(own, weights)
     copied = 0
     with torch.no_grad():
         for name, value in weights.items():
@@ -48,7 +48,8 @@ def copy_weights(module: torch.nn.Module, weights: Mapping[str, Tensor]) -> int:
     return copied
 
 
-def _check(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that do not fit a module's own tensors. Raises EngineError: an unknown name, a missing one, or another shape."""
     unknown = [name for name in weights if name not in own]
     if unknown:
         raise EngineError(

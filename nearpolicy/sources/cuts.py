@@ -73,7 +73,7 @@ def tokens_kept(cut: Cut, length: int, entropy_T: Array | None, rng: np.random.G
         kept = cut(length, entropy_T, rng)
     except (DataError, UsageError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) in it would end the run as if it were done
         raise EngineError(f"rollout.cut: {owner}", got=f"{type(error).__name__}: {error}", expected=f"a number of tokens from 0 to {length}",
                           do="Mend the cut's function.") from error  # fmt: skip
     if not isinstance(kept, Integral) or isinstance(kept, bool) or not 0 <= kept <= length:

@@ -11,7 +11,7 @@ import numpy as np
 
 from nearpolicy.errors import DataError
 from nearpolicy.metrics import Metrics
-from nearpolicy.protocols import RolloutSource, SamplingParams, Upcoming
+from nearpolicy.protocols import Order, RolloutSource, SamplingParams, Tickets, Upcoming
 from nearpolicy.rollout import Array, Prompt, Rollout, Source, StopReason
 
 Solution = str | Sequence[int]
@@ -30,15 +30,21 @@ class Encoder:
     vocabulary: int
     """Ids the model knows: 0 to vocabulary - 1."""
     max_tokens: int
+    unknown_id: int | None = None
+    """What the tokenizer gives for text that it has no token for."""
 
     def ids(self, solution: Solution, owner: str) -> Array:
         """int64 [T], T >= 1.
 
         Raises:
-            DataError: neither text nor ids, an empty one, one longer than the limit, or an id outside the vocabulary.
+            DataError: neither text nor ids, an empty one, one longer than the limit, text that the tokenizer has no token for, or an id outside
+                the vocabulary.
         """
         if isinstance(solution, str):
             ids = [int(i) for i in self.encode(solution)]
+            if self.unknown_id in ids and self.unknown_id not in self.eos_ids:
+                raise DataError(f"{owner}: demonstration", got=f"{solution[:60]!r}, with text that the tokenizer knows no token for",
+                                expected="text of the model's vocabulary", do="Mend or drop the row.")  # fmt: skip
         elif isinstance(solution, Iterable) and all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in solution):
             ids = [int(i) for i in solution]
         else:
@@ -83,15 +89,32 @@ class DemonstrationSource:
         """As the inner source."""
         self.inner.begin(version, upcoming)
 
-    def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
-        """n rollouts for each (ticket, prompt, attempt), grouped, demonstrations last.
+    def order(self, tickets: Tickets, n: int) -> Order:
+        """What the inner source orders for the policy's members.
 
         Raises:
             DataError: a prompt without enough demonstrations, or one that cannot be trained on.
         """
-        shown = [self._demonstrations(ticket, prompt, n) for ticket, prompt, _ in tickets]
-        groups = self.inner.write(tickets, n - self.per_group)
-        return [[*group, *rows] for group, rows in zip(groups, shown, strict=True)]
+        for _, prompt, _ in tickets:
+            self.check(prompt)
+        return self.inner.order(tickets, n - self.per_group)
+
+    def deliver(self, tickets: Tickets, n: int, flat: Sequence[Rollout]) -> list[list[Rollout]]:
+        """What the inner source delivers, demonstrations last."""
+        return self._beside(tickets, n, self.inner.deliver(tickets, n - self.per_group, flat))
+
+    def write(self, tickets: Tickets, n: int) -> list[list[Rollout]]:
+        """n rollouts for each ticket, grouped, demonstrations last.
+
+        Raises:
+            DataError: as `order`.
+        """
+        for _, prompt, _ in tickets:
+            self.check(prompt)
+        return self._beside(tickets, n, self.inner.write(tickets, n - self.per_group))
+
+    def _beside(self, tickets: Tickets, n: int, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
+        return [[*group, *self._demonstrations(ticket, prompt, n)] for group, (ticket, prompt, _) in zip(groups, tickets, strict=True)]
 
     def check(self, prompt: Prompt) -> list[Array]:
         """The ids of this prompt's demonstrations.

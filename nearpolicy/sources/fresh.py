@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nearpolicy.metrics import Metrics
-from nearpolicy.protocols import Request, Sampler, SamplingParams, Upcoming
-from nearpolicy.rollout import Prompt, Rollout
+from nearpolicy.protocols import Order, Request, Sampler, SamplingParams, Tickets, Upcoming
+from nearpolicy.rollout import Rollout
 
 
 class FreshSource:
@@ -18,12 +18,18 @@ class FreshSource:
     def begin(self, version: int, upcoming: Upcoming) -> None:
         """Nothing is written ahead."""
 
-    def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
-        """n rollouts for each (ticket, prompt, attempt), grouped."""
-        requests = [Request(ticket=ticket, prompt=prompt, attempt=attempt) for ticket, prompt, attempt in tickets]
-        flat = self.sampler.sample(requests, n, self.params)
+    def order(self, tickets: Tickets, n: int) -> Order:
+        """Whole responses."""
+        return Order([Request(ticket=ticket, prompt=prompt, attempt=attempt) for ticket, prompt, attempt in tickets], n, self.params)
+
+    def deliver(self, tickets: Tickets, n: int, flat: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Grouped and counted."""
         self.tokens_decoded += sum(r.num_sampled for r in flat)
-        return [flat[i * n : (i + 1) * n] for i in range(len(requests))]
+        return [list(flat[i * n : (i + 1) * n]) for i in range(len(tickets))]
+
+    def write(self, tickets: Tickets, n: int) -> list[list[Rollout]]:
+        """n rollouts for each ticket, grouped."""
+        return self.deliver(tickets, n, self.sampler.sample(*self.order(tickets, n)))
 
     def metrics(self) -> Metrics:
         """The schedule measures all there is."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nearpolicy.metrics import Mean, Metrics, Sum
-from nearpolicy.protocols import Request, Sampler, SamplingParams, Upcoming
+from nearpolicy.protocols import Order, Request, Sampler, SamplingParams, Tickets, Upcoming
 from nearpolicy.randomness import Stream, generator
 from nearpolicy.rollout import Prefix, Prompt, Rollout, Source
 from nearpolicy.sources.bank import SUFFIX, Header, SeedBank, cut_short
@@ -108,8 +108,8 @@ class RelaySource:
             if self.options.refresh > 1 and self.options.relayed:
                 self._store(version, upcoming)
 
-    def write(self, tickets: Sequence[tuple[int, Prompt, int]], n: int) -> list[list[Rollout]]:
-        """n rollouts for each (ticket, prompt, attempt), grouped; groups without a stored seed are written fresh and counted.
+    def order(self, tickets: Tickets, n: int) -> Order:
+        """Responses that go on from their prefixes; groups without a stored seed are written fresh and counted.
 
         Raises:
             EngineError: a cut that raised or lies outside its response.
@@ -118,10 +118,21 @@ class RelaySource:
             Request(ticket=ticket, prompt=prompt, attempt=attempt, prefixes=self._prefixes(ticket, prompt, attempt, n))
             for ticket, prompt, attempt in tickets
         ]
-        flat = self.sampler.sample(requests, n, self.params)
+        return Order(requests, n, self.params)
+
+    def deliver(self, tickets: Tickets, n: int, flat: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Grouped and counted."""
         self._counts.add(flat)
         self.tokens_decoded += sum(r.num_sampled for r in flat)
-        return [flat[i * n : (i + 1) * n] for i in range(len(requests))]
+        return [list(flat[i * n : (i + 1) * n]) for i in range(len(tickets))]
+
+    def write(self, tickets: Tickets, n: int) -> list[list[Rollout]]:
+        """n rollouts for each ticket, grouped.
+
+        Raises:
+            EngineError: as `order`.
+        """
+        return self.deliver(tickets, n, self.sampler.sample(*self.order(tickets, n)))
 
     def metrics(self) -> Metrics:
         """Shares of relayed, uncut and finished responses, tokens kept and decoded, and what a new bank took."""
@@ -148,7 +159,8 @@ class RelaySource:
     def _store(self, version: int, upcoming: Upcoming) -> None:
         o, before = self.options, self.tokens_decoded
         entropy = o.entropy or self.params.entropy
-        params = replace(self.params, stream=Stream.BANK, entropy=entropy)
+        # Whoever goes on from a seed records its experts again, under the weights of the suffix.
+        params = replace(self.params, stream=Stream.BANK, entropy=entropy, routes=False)
         seeds = 1 if o.shared else o.relayed
 
         def chunks() -> Iterator[list[Rollout]]:

@@ -21,18 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from nearpolicy.errors import DataError
 from nearpolicy.report.read import Column, Run, read_run
-from nearpolicy.sweep.experiment import Cell, Compare, Plan, PlannedRun
+from nearpolicy.sweep.experiment import Cell, Compare, Plan, PlannedRun, Statistic
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 FEW = 3
 """Cells with fewer finished seeds are marked in every table."""
-STATISTICS = ("final", "best", "auc", "drop", "equal_updates", "equal_tokens")
+STATISTICS = get_args(Statistic)
 """Numbers that get an interval."""
 
 

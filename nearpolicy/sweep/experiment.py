@@ -31,12 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nearpolicy.check import build_method, refuse
-from nearpolicy.config import MOST_UPDATES, Config, Flag, Real, Whole, known_keys
+from nearpolicy.config import Config, known_keys
+from nearpolicy.config_base import MOST_UPDATES, Flag, Real, Whole
 from nearpolicy.errors import UsageError, nearest
 from nearpolicy.layers import find_recipe, layers, read_toml, recipe_names, resolve, to_toml, to_tree
 
@@ -46,6 +47,10 @@ SWEEP_DEFAULTS: dict[str, Any] = {
     "threads": 1, "log": {"rollouts_every": 0}, "checkpoint": {"every": MOST_UPDATES, "keep": 1},
 }  # fmt: skip
 """Lie between recipe and `[base]`: one torch thread a run, no recorded responses, no checkpoint but the last."""
+
+
+Statistic = Literal["final", "best", "auc", "drop", "equal_updates", "equal_tokens"]
+"""Numbers of a cell that get an interval; compare.py says what they are."""
 
 
 class _Section(BaseModel):
@@ -121,6 +126,19 @@ class Figures(_Section):
     """Axis of the panels from top to bottom."""
 
 
+class Expect(_Section):
+    """A range that a number of this experiment is expected in; the sweep ends with exit code 1 when one does not hold."""
+
+    cell: dict[str, str] = Field(default_factory=dict)
+    """Axis -> label, every axis."""
+    minus: dict[str, str] = Field(default_factory=dict)
+    """Axis -> label, those that differ: the number is `cell` minus this cell, over the seeds both have. Empty = the number of `cell`."""
+    statistic: Statistic = "final"
+    """Which number."""
+    within: tuple[Real, Real]
+    """Lowest and highest mean that is expected."""
+
+
 class Experiment(_Section):
     """An experiment file."""
 
@@ -142,6 +160,8 @@ class Experiment(_Section):
     """How the runs are compared."""
     figures: Figures = Figures()
     """How they are drawn."""
+    expect: tuple[Expect, ...] = ()
+    """What its numbers are expected to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +222,7 @@ def read_experiment(path: Path) -> Experiment:
     return found if found.name else found.model_copy(update={"name": path.stem})
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"axis": Axis, "warm_start": WarmStart, "compare": Compare, "figures": Figures}
+_SECTIONS: dict[str, type[BaseModel]] = {"axis": Axis, "warm_start": WarmStart, "compare": Compare, "figures": Figures, "expect": Expect}
 
 
 def make_plan(experiment: Experiment, *, where: Path | None = None, many: bool = False) -> Plan:
@@ -326,10 +346,28 @@ def _check_names(experiment: Experiment, axes: Sequence[tuple[str, Values]]) -> 
     for name, label in experiment.compare.baseline.items():
         if label not in known[name]:
             raise UsageError(f"compare.baseline.{name}", got=repr(label), expected="a label of that axis", do=nearest(label, known[name]))
+    for e in experiment.expect:
+        _check_expect(e, known)
     warm = [w.name for w in experiment.warm_start]
     for name in warm:
         if warm.count(name) > 1 or name in ("tiny", "smollm2"):
             raise UsageError("warm_start", got=f"the name {name!r}", expected="names of their own", do="Rename it.")
+
+
+def _check_expect(e: Expect, known: Mapping[str, Sequence[str]]) -> None:
+    """It names one cell, and another one if it is a difference."""
+    for key, labels in (("cell", e.cell), ("minus", e.minus)):
+        for name, label in labels.items():
+            if name not in known:
+                raise UsageError(f"expect.{key}", got=repr(name), expected="the name of an axis", do=nearest(name, known))
+            if label not in known[name]:
+                raise UsageError(f"expect.{key}.{name}", got=repr(label), expected="a label of that axis", do=nearest(label, known[name]))
+    if missing := [name for name in known if name not in e.cell]:
+        raise UsageError("expect.cell", got=f"no label of {missing[0]!r}", expected="a label of every axis", do=f"Add {missing[0]} = a label of it.")
+    if e.minus and all(e.cell[name] == label for name, label in e.minus.items()):
+        raise UsageError("expect.minus", got="the cell itself", expected="another cell", do="Name the labels that differ.")
+    if not e.within[0] <= e.within[1]:
+        raise UsageError("expect.within", got=list(e.within), expected="lowest, highest", do="Put the lower end first.")
 
 
 def _recipe(recipe: str | tuple[str, ...], where: Path | None) -> list[dict[str, Any]]:

@@ -6,18 +6,23 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from nearpolicy.errors import EngineError
+from nearpolicy.errors import EngineError, NearPolicyError
 from nearpolicy.report import Cell, write_cells_report
 from nearpolicy.report.read import Run, read_run
 from nearpolicy.sweep.board import Board
 from nearpolicy.sweep.compare import Comparison, compare
 from nearpolicy.sweep.driver import Driver, Timing, is_finished, sweep_directory, usable_cores
+from nearpolicy.sweep.expect import Checked, check_expectations
 from nearpolicy.sweep.experiment import Plan, make_plan, read_experiment
 from nearpolicy.sweep.figures import write_figures
 from nearpolicy.sweep.tables import write_tables
 from nearpolicy.trainer.rundir import write_atomic
 
 Say = Callable[[str], None]
+
+
+class UnexpectedResult(NearPolicyError):
+    """A number of the sweep lies outside the range that its file expects."""
 
 
 def sweep(
@@ -36,6 +41,7 @@ def sweep(
         UsageError: what is wrong with the file or the directory, before anything is started.
         SweepStopped: Ctrl-C, after the running runs wrote checkpoints.
         EngineError: some runs failed; the others are finished and in the tables.
+        UnexpectedResult: a number lies outside what the file expects (`[[expect]]`); tables and report are written.
     """
     plan = make_plan(read_experiment(file), where=file.parent, many=many)
     for warning in plan.warnings:
@@ -51,11 +57,16 @@ def sweep(
         finally:
             note(where, driver, time.monotonic() - began)
         say(timing_line(where))
-        page = write_results(plan, where, results or where / "results", say=say)
+        page, checked = write_results(plan, where, results or where / "results", say=say)
     if driver.failures:
         first = next(iter(driver.failures))
         raise EngineError(f"{len(driver.failures)} of {timing.runs} runs", got=f"{first}: {driver.failures[first]}", expected="all to finish",
                           do=f"The tables have the others; see {where / 'logs'} and try them again with --resume.")  # fmt: skip
+    for item in checked:
+        say(f"{'as expected' if item.holds else 'NOT as expected'}: {item.line}")
+    if off := [item for item in checked if not item.holds]:
+        raise UnexpectedResult(f"{len(off)} of {len(checked)} expectations", got=off[0].line, expected="all to hold",
+                               do=f"Compare {page} with the experiment's README; another machine's numbers may differ by its noise.")  # fmt: skip
     return page
 
 
@@ -100,19 +111,20 @@ def timing_line(out: Path) -> str:
     )
 
 
-def write_results(plan: Plan, out: Path, folder: Path, *, say: Say) -> Path:
-    """Tables and figures into `folder`, the HTML report into `out`, from what has finished."""
+def write_results(plan: Plan, out: Path, folder: Path, *, say: Say) -> tuple[Path, list[Checked]]:
+    """Tables and figures into `folder`, the HTML report into `out`, from what has finished; results.md and the expectations."""
     runs: dict[str, Run] = {}
     for r in plan.runs:
         if is_finished(out / "runs" / r.name):
             runs[r.name] = read_run(out / "runs" / r.name)
     comparison = compare(plan, out, runs=runs)
     figures = write_figures(comparison, folder)
-    page = write_tables(comparison, folder, figures=figures, timing=timing_line(out))
+    checked = check_expectations(comparison)
+    page = write_tables(comparison, folder, figures=figures, timing=timing_line(out), checked=checked)
     if runs:
         report = write_cells_report(cells_of(comparison, runs), out / "report.html")
         say(f"report: {report}")
-    return page
+    return page, checked
 
 
 def cells_of(comparison: Comparison, runs: dict[str, Run]) -> list[Cell]:

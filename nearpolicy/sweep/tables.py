@@ -17,6 +17,7 @@ from statistics import median
 import numpy as np
 
 from nearpolicy.sweep.compare import FEW, STATISTICS, CellResult, Comparison, Difference, Interval, RunResult, area, largest_drop
+from nearpolicy.sweep.expect import Checked
 from nearpolicy.trainer.rundir import write_atomic
 
 MARK = "†"
@@ -24,12 +25,15 @@ MARK = "†"
 MESSAGE_CHARACTERS = 200
 
 
-def write_tables(comparison: Comparison, folder: Path, *, figures: Sequence[str] = (), timing: str = "") -> Path:
+def write_tables(
+    comparison: Comparison, folder: Path, *, figures: Sequence[str] = (), timing: str = "", checked: Sequence[Checked] = ()
+) -> Path:  # fmt: skip
     """Write every table into `folder` and return results.md.
 
     Args:
         figures: names of SVG files beside it that the page shows.
         timing: a line on the sweep's own cost.
+        checked: what the experiment expects, and what was found.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "results.csv", _csv(run_rows(comparison)))
@@ -37,7 +41,7 @@ def write_tables(comparison: Comparison, folder: Path, *, figures: Sequence[str]
     write_atomic(folder / "curves.csv", _csv(curve_rows(comparison)))
     if comparison.differences:
         write_atomic(folder / "differences.csv", _csv(difference_rows(comparison)))
-    write_atomic(folder / "results.md", markdown(comparison, figures=figures, timing=timing))
+    write_atomic(folder / "results.md", markdown(comparison, figures=figures, timing=timing, checked=checked))
     return folder / "results.md"
 
 
@@ -105,8 +109,8 @@ def curve_rows(c: Comparison) -> list[dict[str, str]]:
     return rows
 
 
-def markdown(c: Comparison, *, figures: Sequence[str] = (), timing: str = "") -> str:
-    """The page: definitions, pivots of the last evaluation, every cell, differences, what did not finish, provenance."""
+def markdown(c: Comparison, *, figures: Sequence[str] = (), timing: str = "", checked: Sequence[Checked] = ()) -> str:
+    """The page: definitions, pivots of the last evaluation, every cell, differences, expectations, what did not finish, provenance."""
     done = [r for r in c.runs if r.finished]
     o = c.plan.experiment.compare
     lines = [
@@ -123,7 +127,7 @@ def markdown(c: Comparison, *, figures: Sequence[str] = (), timing: str = "") ->
         lines += [timing, ""]
     for name in figures:
         lines += [f"![{Path(name).stem}]({name})", ""]
-    lines += [*_pivots(c), *_cell_table(c), *_difference_table(c), *_groups(c), *_unfinished(c), *_provenance(c, done)]
+    lines += [*_pivots(c), *_cell_table(c), *_difference_table(c), *_expectations(checked), *_groups(c), *_unfinished(c), *_provenance(c, done)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -203,6 +207,16 @@ def _groups(c: Comparison) -> list[str]:
         count = {n: sum(r.planned.group == n for r in cell.finished) for n in names}
         shown = [f"{cell.groups[n]:.3f} ({count[n]})" if n in cell.groups else "–" for n in names]
         lines.append("| " + " | ".join([*cell.cell.labels, *shown]) + " |")
+    return [*lines, ""]
+
+
+def _expectations(checked: Sequence[Checked]) -> list[str]:
+    if not checked:
+        return []
+    lines = ["## Expected", "", "| number | found | expected | holds |", "|---|---|---|---|"]
+    for item in checked:
+        low, high = item.expect.within
+        lines.append(f"| {item.what} | {_plain(round(item.found, 3)) or '–'} | {low:g} to {high:g} | {'yes' if item.holds else '**no**'} |")
     return [*lines, ""]
 
 

@@ -117,6 +117,10 @@ def read_tests(row: Mapping[str, Any], prompt: Any = None) -> RowTests:
         ValueError: no tests, or tests that make no sense or do not parse; in one line.
     """
     entry = row.get("entry_point") or None
+    if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
+        raise ValueError(f"entry_point {_short(entry)} that is no name of a function")
+    if row.get("cases") is not None and row.get("tests") is not None:
+        raise ValueError("cases and tests in one row: only one of them would be run")
     if row.get("cases") is not None:
         found = _cases(_unpacked(row["cases"], "cases"), entry)
     elif row.get("tests") is not None:
@@ -152,6 +156,8 @@ def _cases(cases: Any, entry: str | None) -> RowTests:
     for i, case in enumerate(cases):
         if not set(keys) <= set(case):
             raise ValueError(f"case {i + 1} with {', '.join(case) or 'nothing'} instead of {' and '.join(keys)}")
+        if entry and not isinstance(case["args"], list | tuple):
+            raise ValueError(f"case {i + 1} with args {_short(case['args'])} that are no list")
     if entry:
         return RowTests(function=entry, entry=entry, cases=tuple(Case(list(c["args"]), (c["result"],)) for c in cases))
     return RowTests(cases=tuple(Case(_text(c["input"]), (_text(c["output"]),)) for c in cases))
@@ -182,7 +188,9 @@ def _packed(found: Any) -> RowTests:
         return RowTests(cases=tuple(Case(_text(i), (_text(o),)) for i, o in zip(inputs, outputs, strict=True)))
     cases = []
     for given, wanted in zip(inputs, outputs, strict=True):
-        args = [_json(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else list(given)
+        if not isinstance(given, str | list):
+            raise ValueError(f"inputs with {_short(given)}, which is neither text nor a list of arguments")
+        args = [_json(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
         value = _json(wanted) if isinstance(wanted, str) else wanted
         # Some sets wrap the value in a list, some do not, and none says which.
         cases.append(Case(args, (value, value[0]) if isinstance(value, list) and len(value) == 1 else (value,)))
@@ -197,6 +205,8 @@ def _prelude(prompt: Any, entry: str | None) -> str:
 
 def _sources(found: Any, what: str) -> tuple[str, ...]:
     found = _unpacked(found, what) if isinstance(found, str) and found.lstrip().startswith("[") and found.rstrip().endswith("]") else found
+    if not isinstance(found, str | list | tuple):
+        raise ValueError(f"{what} that are neither text nor a list")
     sources = [found] if isinstance(found, str) else list(found)
     if not all(isinstance(s, str) for s in sources):
         raise ValueError(f"{what} that are no text")
@@ -210,6 +220,10 @@ def _unpacked(found: Any, what: str) -> Any:
         return json.loads(found)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} {found[:_MAX_SHOWN]!r} that are no JSON ({error})") from None
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]
 
 
 def _json(text: str) -> Any:

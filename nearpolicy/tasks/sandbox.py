@@ -384,9 +384,10 @@ def _tree(root: int) -> list[int]:
     while todo:
         pid = todo.pop()
         found.append(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                todo += map(int, children.read_text().split())
+        with contextlib.suppress(OSError):  # a process, or one of its threads, may end at any moment
+            for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
+                with contextlib.suppress(OSError):
+                    todo += map(int, children.read_text().split())
     return found
 
 

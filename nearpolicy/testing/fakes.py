@@ -4,7 +4,7 @@ The next token's logits depend on the last token alone: `logits_VV[last]`. Every
 microseconds, and the sampler runs the same contract suite as the real ones. Not a model of anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,32 +69,50 @@ class FakeSampler:
             raise EngineError("FakeSampler.load", got=shapes, expected=f"logits {self.logits_VV.shape}", do="Publish FakePolicy's state_dict().")
         self.logits_VV, self.version = weights["logits"].detach().double().numpy().copy(), version
 
-    def sample(self, requests: Sequence[Request], n: int, params: SamplingParams) -> list[Rollout]:
-        """n rollouts a request, in order.
+    def sample(
+        self, requests: Sequence[Request], n: int, params: SamplingParams, *, interrupt: Callable[[], bool] | None = None,
+        refresh: Callable[[], object] | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """n rollouts a request, in order; before each token `interrupt` is asked and `refresh` called (there is no cache to be old).
 
         Raises:
             EngineError: a row of the table that is not finite.
         """
+        said = False
+
+        def stopped() -> bool:
+            nonlocal said
+            if refresh is not None:
+                refresh()
+            said = said or (interrupt is not None and interrupt())
+            return said
+
         return [
-            self._one(request, request.first_sample + i, request.prefixes[i] if request.prefixes is not None else None, params)
+            self._one(request, request.first_sample + i, request.prefixes[i] if request.prefixes is not None else None, params, stopped)
             for request in requests
             for i in range(n)
         ]
 
-    def _one(self, request: Request, sample: int, prefix: Prefix | None, params: SamplingParams) -> Rollout:
+    def _one(self, request: Request, sample: int, prefix: Prefix | None, params: SamplingParams, stopped: Callable[[], bool]) -> Rollout:
         kept = 0 if prefix is None else len(prefix.token_T)
         token = [] if prefix is None else [int(x) for x in prefix.token_T]
-        logp, entropy = [], []
+        logp: list[float] = []
+        entropy: list[float] = []
+        versions: list[int] = []
         stop = None if prefix is None else prefix.stop
         if stop is None and kept >= params.max_tokens:
             stop = StopReason.LENGTH
         uniform_T = token_uniforms(params.seed, params.stream, request.ticket, sample, request.attempt, params.max_tokens)
         while stop is None:
+            if stopped():
+                stop = StopReason.ABORTED
+                break
             context = token[-1] if token else int(request.prompt.token_P[-1])
             logp_V = self._logp(context, request, sample, len(token), params.temperature)
             mass_V = np.exp(logp_V)
             token.append(self._pick(mass_V, uniform_T[len(token)], params))
             logp.append(logp_V[token[-1]])
+            versions.append(self.version)
             entropy.append(-(mass_V * np.where(mass_V > 0, logp_V, 0.0)).sum())
             stop = self._ended(token, params)
 
@@ -106,7 +124,7 @@ class FakeSampler:
             prompt_id=request.prompt.id, group=request.ticket, sample=sample, prompt_P=np.asarray(request.prompt.token_P, np.int64),
             response_T=np.asarray(token, np.int64), prefix_length=kept,
             logp_behavior_T=joined(None if prefix is None else prefix.logp_behavior_T, logp, np.float32),
-            version_T=joined(None if prefix is None else prefix.version_T, [self.version] * len(logp), np.int64),
+            version_T=joined(None if prefix is None else prefix.version_T, versions, np.int64),
             entropy_T=joined(None if prefix is None else prefix.entropy_T, entropy, np.float32) if params.entropy else None,
             temperature=params.temperature, stop=stop, source=Source.FRESH if prefix is None else Source.RELAY,
             text=self.tokenizer.decode(token, skip_special_tokens=True),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nearpolicy.diagnostics.mismatch import REFUSE_KL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
@@ -32,6 +34,7 @@ BANDS = (
     Band(metric="train/grad_norm", relative_high=20.0, settle=10, patience=2, means="a gradient spike: lower train.lr or train.grad_clip"),
     Band(metric="reward/unscored_frac", high=0.5, means="most responses got no reward: look at the reward function"),
     Band(metric="policy/kl_behavior_k3", high=1.0, means="the policy has moved far from what it trains on"),
+    Band(metric="mismatch/kl_k3", high=REFUSE_KL, patience=2, means="trainer and engine disagree under equal weights: run nearpolicy health"),
 )
 
 

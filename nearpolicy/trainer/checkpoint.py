@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearpolicy.errors import CheckpointError
+from nearpolicy.policy.shares import share_of, whole
 from nearpolicy.records import join_arrays, pack, split_arrays
 from nearpolicy.trainer.rundir import disk_error
 
@@ -112,6 +113,11 @@ def load_checkpoint(folder: Path) -> TrainerState:
     )
 
 
+def load_trained(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Optimizer state and master tensors of a checkpoint that was verified: what a rank besides the first one needs."""
+    return load_file(folder / "trainer" / "optimizer.safetensors"), load_file(folder / "trainer" / "master.safetensors")
+
+
 def take_files(state: TrainerState, folder: Path) -> None:
     """Put the files of a checkpoint's state back where the run keeps them.
 
@@ -149,7 +155,8 @@ def verify(folder: Path) -> None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or _sha256(path) != digest:
             raise CheckpointError(str(folder), got=f"{name} missing or damaged", expected="the file as it was written",
-                                  do="Go on from an earlier checkpoint.")  # fmt: skip
+                                  do="Go on from an earlier checkpoint" + (" of another cycle: those of one share their seed bank."
+                                                                           if "seeds-" in name else "."))  # fmt: skip
 
 
 def saved_steps(checkpoints: Path) -> dict[int, Path]:
@@ -199,6 +206,20 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
     return out
 
 
+def gather_whole(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Shares of ranks made whole, on the CPU, one after the other; other tensors as they are. Collective where there are shares.
+
+    Args:
+        keep: False takes part and returns {}.
+    """
+    out: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        full = whole(value.detach())
+        if keep:
+            out[name] = full.cpu() if full is not value else full
+    return out
+
+
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str], tensors: dict[str, Tensor]) -> None:
     """The inverse; raises CheckpointError on names that do not fit the model."""
     by_name: dict[str, dict[str, Tensor]] = {}
@@ -214,7 +235,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, st
     for name, state in by_name.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            slot: value if slot == "step" else value.to(parameter.device, parameter.dtype).reshape(parameter.shape) for slot, value in state.items()
+            slot: value.to(parameter.device) if slot == "step" else share_of(value.to(parameter.dtype).reshape(parameter.shape), parameter)
+            for slot, value in state.items()
         }
 
 

@@ -26,7 +26,10 @@ from nearpolicy.errors import NearPolicyError, UsageError
 from nearpolicy.layers import changed_keys, read_toml, to_toml, to_tree
 from nearpolicy.metrics import HISTOGRAMS, TABLE
 
-RESUMABLE_CHANGES = ("train.steps", "eval.", "log.", "checkpoint.", "threads", "teacher.server", "teacher.timeout", "teacher.retries")
+RESUMABLE_CHANGES = (
+    "train.steps", "eval.", "log.", "checkpoint.", "threads", "teacher.server", "teacher.timeout", "teacher.retries", "ray.", "schedule.worker",
+    "schedule.wait_s", "train.rank_deadline",
+)  # fmt: skip
 """Keys that may differ when a run is gone on with; any other change would not be the same run."""
 
 
@@ -186,6 +189,7 @@ def environment() -> dict[str, Any]:
         "processor": _cpu_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,

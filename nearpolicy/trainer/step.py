@@ -2,20 +2,23 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearpolicy.diagnostics import position
+from nearpolicy.diagnostics import mismatch, position
 from nearpolicy.errors import EngineError
 from nearpolicy.methods import Method, policy_loss
 from nearpolicy.metrics import Mean, Metrics, Sum, merge
 from nearpolicy.mixture import Mixture
 from nearpolicy.objective.stats import kl_estimate, kl_penalty
 from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.rank_plan import Steps, empty_row
+from nearpolicy.policy.routing import NOT_RECORDED
+from nearpolicy.policy.shares import whole
 from nearpolicy.rollout import Batch
 from nearpolicy.trainer.distill import Distillation, FullSignal, teacher_metrics
 
@@ -55,6 +58,44 @@ def learning_rate(step: int, *, peak: float, steps: int, warmup: int, decay: str
     return floor + (peak - floor) * share
 
 
+class NotFinite(EngineError):
+    """The gradient is not finite. Every rank finds it out together, with the weights untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Micro:
+    """Rows that go through the model together."""
+
+    rows: list[int]
+    """Of the optimizer batch; none in an empty step, which `batch` then stands in for."""
+    batch: Batch
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank does in an update: picklable. A process alone does all of it."""
+
+    step: int
+    counts: dict[str, int]
+    """Trained tokens and sequences of the whole optimizer batch."""
+    micro: Sequence[Micro]
+    statistics: Mapping[str, Tensor] | None
+    """Of methods that look at the whole optimizer batch; None where a micro-batch is all of it, or nothing is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a share gave."""
+
+    metrics: Sequence[Metrics]
+    """One a micro-batch, empty steps left out."""
+    weights: Sequence[tuple[list[int], Tensor]]
+    """Rows of the optimizer batch, and their detached weights."""
+    norm: float
+    lr: float
+
+
 class Stepper:
     """Weight, loss, backward, clip, step: loss and gradient do not depend on how rows are split into micro-batches.
 
@@ -84,32 +125,68 @@ class Stepper:
             EngineError: the gradient is not finite; the weights are then untouched.
         """
         start = time.perf_counter()
-        self.distillation = self.distillation.at(min(step / max(self.options.steps - 1, 1), 1.0))
+        self._begin(step)
         batch = batch.to(self.policy.device)
         counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
-        self.optimizer.zero_grad(set_to_none=True)
-        parts: list[Metrics] = []
-        weight_BT = torch.zeros_like(batch.logp_behavior_BT)
         live, still = self._with_gradient(batch)
-        plan = [(rows, True) for rows in self._plan(batch, live)] + [(rows, False) for rows in self._plan(batch, still)]
-        statistics = self._statistics(batch) if self.distillation.needs_statistics and len(plan) > 1 else None
-        for rows, gradient in plan:
-            with torch.set_grad_enabled(gradient):
-                loss, metrics, weight = self._micro_batch(batch.rows(rows), step, counts, statistics)
-            if gradient:
-                loss.backward()
-            weight_BT[rows, : weight.shape[1]] = weight
-            parts.append(metrics)
-        norm = self._step(step)
-        metrics = merge(parts)
+        micro = [(steps, gradient) for rows, gradient in ((live, True), (still, False)) for steps in self._plan(batch, rows)]
+        statistics = self._statistics(batch) if self.distillation.needs_statistics and self._is_split(micro) else None
+        shares = [
+            Share(step=step, counts=counts, statistics=statistics, micro=[self._micro(batch, steps[rank], gradient) for steps, gradient in micro])
+            for rank in range(self.ranks)
+        ]
+        works = self._run(shares)
+        weight_BT = torch.zeros_like(batch.logp_behavior_BT)
+        for rows, weight in (pair for work in works for pair in work.weights):
+            weight_BT[rows, : weight.shape[1]] = weight.to(weight_BT.device)
+        metrics = merge(part for work in works for part in work.metrics)
         metrics |= {
-            "train/grad_norm": Mean(norm, 1),
-            "train/lr": Mean(self.optimizer.param_groups[0]["lr"], 1),
+            "train/grad_norm": Mean(works[0].norm, 1),
+            "train/lr": Mean(works[0].lr, 1),
             "data/tokens_trained": Sum(counts["num_tokens"]),
             "data/empty_rows": Sum(len(batch) - counts["num_sequences"]),
             "time/update_s": Sum(time.perf_counter() - start),
         }
         return StepResult(metrics, weight_BT)
+
+    def work(self, share: Share) -> Work:
+        """Forward and backward of each micro-batch, then the optimizer's step. Ranks that share the weights call it together.
+
+        Raises:
+            NotFinite: as `update`, on every rank.
+        """
+        self._begin(share.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        statistics = None if share.statistics is None else {name: value.to(self.policy.device) for name, value in share.statistics.items()}
+        parts: list[Metrics] = []
+        weights: list[tuple[list[int], Tensor]] = []
+        for micro in share.micro:
+            with torch.set_grad_enabled(micro.gradient):
+                loss, metrics, weight = self._micro_batch(micro.batch.to(self.policy.device), share.step, share.counts, statistics)
+            if micro.gradient:
+                loss.backward()
+            else:
+                self.policy.settle()
+            if micro.rows:
+                parts.append(metrics)
+                weights.append((micro.rows, weight))
+        return Work(metrics=parts, weights=weights, norm=self._step(share.step), lr=self.optimizer.param_groups[0]["lr"])
+
+    ranks = 1
+    """Processes that the rows of an update are spread over."""
+
+    def _run(self, shares: Sequence[Share]) -> Sequence[Work]:
+        """Every rank's work, this process's first."""
+        return [self.work(share) for share in shares]
+
+    def _begin(self, step: int) -> None:
+        self.distillation = self.distillation.at(min(step / max(self.options.steps - 1, 1), 1.0))
+
+    def _is_split(self, micro: Sequence[tuple[Sequence[list[int]], bool]]) -> bool:
+        return sum(bool(rows) for steps, _ in micro for rows in steps) > 1
+
+    def _micro(self, batch: Batch, rows: list[int], gradient: bool) -> Micro:
+        return Micro(rows=rows, batch=batch.rows(rows) if rows else empty_row(batch), gradient=gradient)
 
     def _with_gradient(self, batch: Batch) -> tuple[list[int], list[int]]:
         """Rows whose gradient may differ from zero, and the others.
@@ -124,9 +201,12 @@ class Stepper:
         moving = ((batch.advantage_BT != 0) & batch.mask_BT).any(1).tolist()
         return [b for b in rows if moving[b]], [b for b in rows if not moving[b]]
 
-    def _plan(self, batch: Batch, rows: list[int]) -> list[list[int]]:
-        """Micro-batches of these rows, as rows of the batch."""
-        return [[rows[i] for i in part] for part in self.policy.plan(batch.rows(rows))] if rows else []
+    def _plan(self, batch: Batch, rows: list[int]) -> Steps:
+        """Micro-batches of these rows for each rank, as rows of the batch."""
+        return [[[rows[i] for i in part] for part in parts] for parts in self._parts(batch.rows(rows))] if rows else []
+
+    def _parts(self, batch: Batch) -> Steps:
+        return [[part] for part in self.policy.plan(batch)]
 
     def _micro_batch(
         self, micro: Batch, step: int, counts: dict[str, int], statistics: Mapping[str, Tensor] | None
@@ -165,6 +245,8 @@ class Stepper:
             metrics["policy/kl_reference"] = Mean((value * mask).sum(), mask.sum())
         if o.entropy_coefficient:
             loss = loss - o.entropy_coefficient * (scores.entropy_BT * mask).sum() / tokens
+        if bool((fresh_BT := mismatch.age_zero(micro, step, within_BT=micro.mask_BT)).any()):
+            metrics |= mismatch.mismatch_metrics(scores.logp_BT, micro.logp_behavior_BT, fresh_BT)
         metrics["policy/entropy"] = Mean((scores.entropy_BT.detach() * mask).sum(), mask.sum())
         metrics[position.NAME] = position.position_table(micro, out.seen, logp_BT=scores.logp_BT, entropy_BT=scores.entropy_BT, step=step,
                                                          taught=taught)  # fmt: skip
@@ -181,6 +263,7 @@ class Stepper:
             "logp_reference": batch.logp_reference_BT,
             "prefix_length": batch.prefix_length_B,
             "off_policy": batch.off_policy_B,
+            "older": batch.older_BT,
         }
 
     def _statistics(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -193,10 +276,10 @@ class Stepper:
         for p in parameters:
             if p.grad is None:  # no row had a gradient: zero, which moves Adam's moments, and not missing, which would not
                 p.grad = torch.zeros_like(p)
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = float(whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise EngineError(
+            raise NotFinite(
                 f"update {step + 1}", got=f"gradient norm {norm}", expected="a finite number",
                 do="The weights are as before this update. Lower train.lr, or look at the samples recorded last.",
             )  # fmt: skip
@@ -213,11 +296,32 @@ class Stepper:
 def score_all(policy: HFPolicy, batch: Batch) -> Tensor:
     """Log-probs of a whole batch in its row order, micro-batch by micro-batch, float32 [B, T]."""
     batch = batch.to(policy.device)
+    if policy.together is not None:
+        return policy.together(batch)
     logp_BT = torch.zeros_like(batch.logp_behavior_BT)
     for rows in policy.plan(batch):
         part = policy.score(batch.rows(rows)).logp_BT
         logp_BT[rows, : part.shape[1]] = part
     return logp_BT
+
+
+def score_recorded(policy: HFPolicy, batch: Batch) -> tuple[Tensor, Batch]:
+    """(`score_trained` under live routing, the batch with the experts that this pass chose): R2. Rows without a trained token are recorded too, in
+    a pass of their own."""
+    live_B = batch.mask_BT.any(1)
+    logp_BT, routes = torch.zeros_like(batch.logp_behavior_BT), None
+    for rows in (live_B.nonzero()[:, 0], (~live_B).nonzero()[:, 0]):
+        if not len(rows):
+            continue
+        part = batch.rows(rows)
+        scores, own = policy.record(part.to(policy.device))
+        own = own.to(batch.token_BT.device)
+        if routes is None:
+            routes = own.new_full((*batch.token_BT.shape, *own.shape[2:]), NOT_RECORDED)
+        routes[rows, : own.shape[1]] = own
+        if bool(live_B[rows[0]]):
+            logp_BT[rows, : own.shape[1]] = scores.logp_BT.to(logp_BT.device)
+    return logp_BT, replace(batch, routes=routes)
 
 
 def score_trained(policy: HFPolicy, batch: Batch) -> Tensor:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.loading import LoraOptions, load_model
 from nearpolicy.policy.tiny import make_tiny
 from nearpolicy.protocols import Request, SamplingParams
 from nearpolicy.randomness import Stream

@@ -1,11 +1,11 @@
 """Every sampler against the contract: the fake, and the torch sampler on several architectures."""
 
 import torch
-from sampler_suite import TOKENIZER, VOCAB, SamplerSuite
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from nearpolicy.sampler.torch import TorchSampler
 from nearpolicy.testing.fakes import FakeSampler
+from tests.contract.sampler_suite import TOKENIZER, VOCAB, SamplerSuite
 
 _COMMON = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

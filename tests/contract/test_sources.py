@@ -88,6 +88,33 @@ def test_a_batch_may_be_written_in_parts_or_not_at_all(source, tmp_path):
     other.begin(3, lambda k: (8 + k, prompt(8 + k)))
 
 
+def test_written_is_delivered_of_what_the_sampler_made_of_the_order(source, tmp_path):
+    """In parts, later ones first, and with samples taken by another sampler."""
+    other = made(source.kind, tmp_path / "other")
+    whole = [batch(source, number) for number in range(3)]
+    elsewhere = FakeSampler(TABLE)
+    for number in range(3):
+        other.begin(number, lambda k, number=number: (2 * number + 2 + k, prompt(2 * number + 2 + k)))
+        tickets = [(t, prompt(t), 0) for t in (2 * number, 2 * number + 1)]
+        orders = [other.order([t], N) for t in tickets]
+        written = [elsewhere.sample(*order) for order in reversed(orders)]
+        parts = [other.deliver([t], N, flat)[0] for t, flat in zip(reversed(tickets), written, strict=True)]
+        for group, want in zip(reversed(parts), whole[number], strict=True):
+            assert [(r.group, r.sample, r.source, r.prefix_length, r.response_T.tolist()) for r in group] == [
+                (r.group, r.sample, r.source, r.prefix_length, r.response_T.tolist()) for r in want
+            ]
+    assert other.tokens_decoded == source.tokens_decoded
+    assert {k: v.value for k, v in other.metrics().items()} == pytest.approx({k: v.value for k, v in source.metrics().items()}, nan_ok=True)
+
+
+def test_an_order_names_one_request_a_ticket(source):
+    source.begin(0, lambda k: (2 + k, prompt(2 + k)))
+    requests, n, params = source.order([(1, prompt(1), 3), (0, prompt(0), 0)], N)
+    assert [(r.ticket, r.attempt) for r in requests] == [(1, 3), (0, 0)]
+    assert n in (N, N - 1)
+    assert params.seed == 2
+
+
 def test_decoded_tokens_never_fall_and_cover_what_was_sampled(source):
     before = source.tokens_decoded
     assert before == 0

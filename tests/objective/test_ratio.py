@@ -52,8 +52,8 @@ def test_padding_never_enters():
 def test_a_relayed_prefix_keeps_its_own_denominator():
     behavior, proximal = torch.full((1, 3), -1.0), torch.full((1, 3), -2.0)
     relayed = torch.tensor([[True, False, False]])
-    assert ratio.denominator(behavior, proximal, which="proximal", relayed_BT=relayed).tolist() == [[-1.0, -2.0, -2.0]]
-    assert ratio.denominator(behavior, proximal, which="behavior", relayed_BT=relayed) is behavior
+    assert ratio.denominator(behavior, proximal, which="proximal", foreign_BT=relayed).tolist() == [[-1.0, -2.0, -2.0]]
+    assert ratio.denominator(behavior, proximal, which="behavior", foreign_BT=relayed) is behavior
 
 
 def test_errors_name_what_is_wrong():

@@ -10,7 +10,7 @@ VOCAB = 32
 
 def tiny(kind: str, **changes: object) -> torch.nn.Module:
     """A random model of one architecture with weights large enough to make log-probs far from uniform."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
     common = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -22,6 +22,7 @@ def tiny(kind: str, **changes: object) -> torch.nn.Module:
         "qwen3": lambda: Qwen3Config(**{**common, **changes}),
         "llama": lambda: LlamaConfig(**{**common, **changes}),
         "qwen3_moe": lambda: Qwen3MoeConfig(**{**common, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **changes}),
+        "mixtral": lambda: MixtralConfig(**{**common, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}),
         "gpt2": lambda: GPT2Config(**{**gpt2, "bos_token_id": None, "eos_token_id": 1, **changes}),
         "mistral": lambda: MistralConfig(**{**common, "sliding_window": 4, **changes}),
     }

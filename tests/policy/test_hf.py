@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nearpolicy.errors import CheckpointError, UsageError
-from nearpolicy.policy.hf import HFPolicy, LoraOptions, load_model
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.loading import ALIGNMENT, LoraOptions, load_model
 
 from .models import VOCAB, batch_of, tiny
 
@@ -305,6 +306,20 @@ def test_weights_that_are_not_finite_are_named(folder, bad, count):
     model.load_state_dict(weights, strict=False)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight NaN or infinite"):
         HFPolicy(model)
+
+
+@pytest.mark.parametrize("pad", range(0, 64, 8))
+def test_where_weights_lie_in_their_file_changes_no_bit(folder, pad):
+    """A mapped file's tensors begin wherever its header ends; a product with one row rounds otherwise at odd addresses."""
+    from safetensors.torch import load_file, save_file
+
+    original = load_model(folder)[0]
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", metadata={"format": "pt", "pad": "x" * pad})
+    model = load_model(folder)[0]
+    assert {value.data_ptr() % ALIGNMENT for value in model.parameters()} == {0}
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        assert torch.equal(model(token).logits, original(token).logits)
 
 
 def test_weights_whose_sum_overflows_are_finite(folder):

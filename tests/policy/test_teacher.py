@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nearpolicy.errors import CheckpointError, DataError, EngineError, UsageError
-from nearpolicy.policy.hf import HFPolicy, load_model
+from nearpolicy.policy.hf import HFPolicy
+from nearpolicy.policy.loading import load_model
 from nearpolicy.policy.teacher import LocalTeacher, RoutedTeacher, as_batch, checked, compare_vocabularies, load_scorer
 from nearpolicy.policy.teacher_server import KEY, ServerOptions, ServerTeacher
 from nearpolicy.policy.tiny import character_tokenizer, make_tiny, tiny_model

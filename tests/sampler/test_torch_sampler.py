@@ -75,6 +75,71 @@ def test_windows_with_prefixes():
     assert_exact(model, again)
 
 
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_the_last_layer_of_a_prefill_works_on_last_tokens_alone(kind):
+    model = model_of(kind)
+    if kind == "gemma2":
+        model.set_attn_implementation("eager")
+    sampler = TorchSampler(model, None)
+    whole = sampler.sample(requests(), 2, SamplingParams(max_tokens=12))
+    stored = [Prefix(token_T=r.response_T[:7], logp_behavior_T=r.logp_behavior_T[:7], version_T=r.version_T[:7]) for r in whole]
+    relayed = [Request(ticket=q.ticket, prompt=q.prompt, prefixes=stored[2 * i : 2 * i + 2]) for i, q in enumerate(requests())]
+    seen = ([], [])
+    for layer, lengths in zip(model.model.layers, seen, strict=True):
+        layer.mlp.act_fn.register_forward_pre_hook(lambda _, args, lengths=lengths: lengths.append(args[0].shape[1]))
+    again = sampler.sample(relayed, 2, SamplingParams(max_tokens=12))
+    assert max(seen[0]) == 11  # the longest prompt
+    assert set(seen[1]) == {1}
+    assert not model.model.layers[-1].mlp._forward_pre_hooks
+    assert [r.response_T.tolist() for r in again] == [r.response_T.tolist() for r in whole]
+    assert_exact(model, again)
+
+
+class Neighbours(torch.nn.Module):
+    """A feed-forward block that also reads the token before: its last token alone is not enough."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def test_a_block_that_mixes_tokens_gets_all_of_them():
+    model = model_of()
+    fits = TorchSampler(model, None)._forward
+    assert fits._last_mlp is model.model.layers[-1].mlp
+    model.model.layers[-1].mlp = Neighbours(model.model.layers[-1].mlp)
+    with pytest.warns(UserWarning, match="from the model's own"):  # decoding one token at a time cannot serve it either
+        assert not TorchSampler(model, None).cached
+
+
+class Lengths(torch.nn.Module):
+    """A feed-forward block that refuses a part of the row."""
+
+    def __init__(self, mlp, least):
+        super().__init__()
+        self.mlp, self.least = mlp, least
+
+    def forward(self, x):
+        if x.shape[0] > 1 and x.shape[1] < self.least(x):
+            raise ValueError("not the row I was promised")
+        return self.mlp(x)
+
+
+def test_a_last_block_that_wants_whole_rows_keeps_the_cache():
+    """Only the shortcut is given up."""
+    model = model_of()
+    lengths = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    model.model.layers[-1].mlp = Lengths(model.model.layers[-1].mlp, lambda x: lengths[-1])
+    sampler = TorchSampler(model, None)
+    assert sampler.cached
+    assert sampler._forward._last_mlp is None
+    assert_exact(model, sampler.sample(requests(), 2, SamplingParams(max_tokens=5)))
+
+
 def linear_model():
     config = Qwen3NextConfig(
         **_COMMON, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2,

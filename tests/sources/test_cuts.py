@@ -92,9 +92,14 @@ def raises(length, entropy_T, rng):
     raise KeyError("nothing")
 
 
+def exits(length, entropy_T, rng):
+    raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
+        (exits, "SystemExit: 0"),
         (lambda *_: -1, "got -1"), (lambda length, *_: length + 1, "got 6"), (lambda *_: 2.0, "got 2.0"), (lambda *_: True, "got True"),
         (lambda *_: None, "got None"), (raises, "KeyError"), (lambda length: 0, "TypeError"),
     ],

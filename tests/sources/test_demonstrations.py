@@ -124,6 +124,15 @@ def test_what_cannot_be_trained_on_is_refused_by_name(found, says):
     assert "\n" not in str(error.value)
 
 
+def test_text_without_a_token_of_its_own_is_refused_and_an_unknown_id_that_ends_responses_is_not():
+    """Some tokenizers give their unknown token for such text; others (GPT-2) name their end-of-sequence token as the unknown one."""
+    with pytest.raises(DataError, match=r"p0: demonstration: got 'cdc', with text that the tokenizer knows no token for"):
+        encoder(unknown_id=3).ids("cdc", "p0")
+    assert encoder(unknown_id=3).ids([2, 3], "p0").tolist() == [2, 3, 0]
+    assert encoder(unknown_id=0).ids("c", "p0").tolist() == [2, 0]
+    assert encoder(unknown_id=2, eos_ids=frozenset({0, 2})).ids("c", "p0").tolist() == [2]
+
+
 def test_a_demonstration_of_exactly_the_limit_is_fine():
     assert len(source(lambda p: ["cdecd"]).check(prompt())[0]) == LIMIT
     with pytest.raises(DataError, match="per_group = 2"):

@@ -161,8 +161,10 @@ def test_a_recipe_beside_the_experiment(tmp_path):
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
 def test_the_experiments_of_the_project_expand(file):
     plan = make_plan(read_experiment(file), where=file.parent)
-    # An on-policy baseline and both ends of the cut's axis are what Thinking Seeds is compared with.
-    meant = ("weight cannot act", "rollout.cut.ratio = ") if file.parent.name == "thinking-seeds" else ()
+    # On-policy baselines, both ends of the cut's axis and a sampler made worse are what these compare with, or are about.
+    meant = {
+        "thinking-seeds": ("weight cannot act", "rollout.cut.ratio = "), "async": ("weight cannot act",), "mismatch": ("routing.sampler_noise = ",)
+    }.get(file.parent.name, ())  # fmt: skip
     assert not [w for w in plan.warnings if not any(m in w for m in meant)]
     assert all(to_tree(r.config)["threads"] == 1 for r in plan.runs)
 

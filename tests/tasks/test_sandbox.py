@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -386,3 +387,9 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine):
 
 def test_other_machines_have_no_filter():
     assert seccomp_filter("riscv64") is None
+
+
+def test_the_tree_of_a_process_that_has_ended_is_the_process_alone():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert sandbox._tree(ended.pid) == [ended.pid]
