@@ -46,8 +46,7 @@ from nearpolicy.tasks.render import Renderer
 from nearpolicy.tasks.rows import Columns, FileTask, Row, Task
 from nearpolicy.trainer.checkpoint import TrainerState, load_checkpoint, newest, prune, step_folder, take_files
 from nearpolicy.trainer.evaluate import evaluate
-from nearpolicy.trainer.loop import LoopOptions, Trainer
-from nearpolicy.trainer.loop import train as run_loop
+from nearpolicy.trainer.loop import LoopOptions, Trainer, train as run_loop
 from nearpolicy.trainer.progress import Progress
 from nearpolicy.trainer.rundir import RunDir
 from nearpolicy.trainer.team import world

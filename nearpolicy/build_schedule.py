@@ -9,10 +9,7 @@ from typing import Any
 from nearpolicy.build_sampler import worker_factory
 from nearpolicy.check_schedule import groups_at_once
 from nearpolicy.check_teacher import build_mixture, needed
-from nearpolicy.config import AsyncSchedule as AsyncConfig
-from nearpolicy.config import Config, RelayRollout
-from nearpolicy.config import ReplaySchedule as ReplayConfig
-from nearpolicy.config import SyncSchedule as SyncConfig
+from nearpolicy.config import AsyncSchedule as AsyncConfig, Config, RelayRollout, ReplaySchedule as ReplayConfig, SyncSchedule as SyncConfig
 from nearpolicy.methods import Method
 from nearpolicy.policy.hf import HFPolicy
 from nearpolicy.protocols import RolloutSource, Sampler, Schedule, Verifier

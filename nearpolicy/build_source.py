@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.config import Config, FunctionCut, LengthRatioCut, RandomRatioCut, RelayRollout
-from nearpolicy.config import Cut as CutConfig
+from nearpolicy.config import Config, Cut as CutConfig, FunctionCut, LengthRatioCut, RandomRatioCut, RelayRollout
 from nearpolicy.layers import to_tree
 from nearpolicy.protocols import RolloutSource, Sampler, SamplingParams
 from nearpolicy.sources.cuts import Cut, length_ratio, random_ratio, top_entropy

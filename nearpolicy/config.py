@@ -11,65 +11,27 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from nearpolicy.config_base import MOST_RESPONSES, MOST_UPDATES, Flag, Off, Real, Section, Whole, given_options
 from nearpolicy.config_data import (
     ArithmeticTask as ArithmeticTask,
-)
-from nearpolicy.config_data import (
     CodeTask as CodeTask,
-)
-from nearpolicy.config_data import (
     Cut as Cut,
-)
-from nearpolicy.config_data import (
     Demonstrations as Demonstrations,
-)
-from nearpolicy.config_data import (
     FreshRollout as FreshRollout,
-)
-from nearpolicy.config_data import (
     FunctionCut as FunctionCut,
-)
-from nearpolicy.config_data import (
     LengthRatioCut as LengthRatioCut,
-)
-from nearpolicy.config_data import (
     RandomRatioCut as RandomRatioCut,
-)
-from nearpolicy.config_data import (
     ReasoningGymTask as ReasoningGymTask,
-)
-from nearpolicy.config_data import (
     RelayRollout as RelayRollout,
-)
-from nearpolicy.config_data import (
     Reward as Reward,
-)
-from nearpolicy.config_data import (
     Rollout as Rollout,
-)
-from nearpolicy.config_data import (
     RowsTask as RowsTask,
-)
-from nearpolicy.config_data import (
     Task as Task,
-)
-from nearpolicy.config_data import (
     TopEntropyCut as TopEntropyCut,
 )
 from nearpolicy.config_engine import (
     AsyncSchedule as AsyncSchedule,
-)
-from nearpolicy.config_engine import (
     Ray as Ray,
-)
-from nearpolicy.config_engine import (
     ReplaySchedule as ReplaySchedule,
-)
-from nearpolicy.config_engine import (
     SyncSchedule as SyncSchedule,
-)
-from nearpolicy.config_engine import (
     TorchEngine as TorchEngine,
-)
-from nearpolicy.config_engine import (
     VllmEngine as VllmEngine,
 )
 

@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nearpolicy.build import check, check_device, config_for
 from nearpolicy.check import build_method, derived, model_size, nearest_divisor, refuse

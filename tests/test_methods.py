@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import nearpolicy
 from nearpolicy.errors import DataError, UsageError

@@ -7,8 +7,7 @@ import typing
 from typing import Any, Literal, get_args, get_origin
 
 import click
-from nearpolicy import config as configuration
-from nearpolicy import layers
+from nearpolicy import config as configuration, layers
 from nearpolicy.cli import cli
 from nearpolicy.metrics import QUANTILES, TABLE
 from nearpolicy.suites import Benchmark

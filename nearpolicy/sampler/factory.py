@@ -24,7 +24,7 @@ class PublishedSampler(TorchSampler):
     """A `TorchSampler` whose model nobody else uses: it samples from published tensors where they lie, in memory that several workers share."""
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """As `load`, without a copy where dtype and device agree. The tensors must never change."""
+        """As `load`, without a copy where `adopt_weights` needs none. The tensors must never change."""
         adopt_weights(self.model, weights)
         self._loaded_names, self.version = list(weights), version
 

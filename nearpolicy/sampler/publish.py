@@ -1,7 +1,7 @@
 """Weights on their way from a trainer to samplers in other processes: packed without a copy, read without a copy, checked after each load.
 
 A parcel holds views of the trainer's tensors, so that whoever ships it copies once. A sampler that computes in the dtype of the parcel uses its
-memory as it lies, even where that may only be read.
+memory as it lies, even where that may only be read; a tensor that lies at an odd address is copied.
 """
 
 import hashlib

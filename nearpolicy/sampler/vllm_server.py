@@ -42,7 +42,7 @@ class ServerEngine:
     """
 
     def __init__(self, http: JsonServer, *, max_rows: int) -> None:
-        self._http, self._max_rows = http, max_rows
+        self._http = http
         found = str(_get(self._call("/version"), "version"))
         if not found.startswith(f"{TESTED}."):
             raise self._bad(f"vLLM {found}", f"vLLM {TESTED}", "Serve with that release.")

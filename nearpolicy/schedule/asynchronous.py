@@ -30,8 +30,7 @@ from nearpolicy.schedule.batches import (
     to_batch,
     without_signal,
 )
-from nearpolicy.schedule.discards import NAME as DISCARD
-from nearpolicy.schedule.discards import difficulty_bin, discard_table, duration_bin
+from nearpolicy.schedule.discards import NAME as DISCARD, difficulty_bin, discard_table, duration_bin
 from nearpolicy.schedule.ledger import Ledger, State, age
 from nearpolicy.schedule.pooled import shares
 from nearpolicy.schedule.workers import Died, Finished, Job, Workers

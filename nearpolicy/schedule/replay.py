@@ -147,7 +147,8 @@ class Recorder:
             self.full = True
             self.say(f"recording {self.folder}: {self.limit_bytes / 2**20:.0f} MiB are used up (the batch of update {version} takes "
                      f"{size / 2**20:.1f}); nothing more is recorded")  # fmt: skip
-        self._used += size
+        else:
+            self._used += size
 
 
 class ReplaySchedule:

@@ -31,7 +31,7 @@ class TestVllmServer(TorchSuite):
 
     def make(self, max_rows=32):
         fake = FakeVllm(model_of(self.kind), TOKENIZER)
-        http = JsonServer(name="sampler.server", url=fake.url, timeout=20.0, retries=0, key=KEY)
+        http = JsonServer(name="sampler.server", url=fake.url, timeout=60.0, retries=0, key=KEY)
         sampler = _Sampler(ServerEngine(http, max_rows=max_rows), TOKENIZER, folder=self._folder)
         sampler.model = fake.model
         self._open += [sampler, fake]

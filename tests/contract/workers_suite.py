@@ -1,4 +1,4 @@
-"""What every `Workers` must do. Subclasses say how to make two workers that sample from tables of logits, slowly, and how to kill one."""
+"""What every `Workers` must do. Subclasses say how to make two workers that sample from tables of logits, how to hold them, and how to kill one."""
 
 import time
 
@@ -45,10 +45,7 @@ def logp(rollout):
 
 
 class WorkersSuite:
-    """`make` gives two workers of capacity 4; the version published last is `self.version`. The suite may share one `Workers` between its tests."""
-
-    def make(self, *, keep):
-        raise NotImplementedError
+    """The fixtures `keep` and `finish` give two workers of capacity 4; the tests may share them."""
 
     def kill(self, workers, worker):
         raise NotImplementedError

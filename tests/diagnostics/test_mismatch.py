@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.diagnostics.mismatch import REFUSE_KL, WARN_KL, age_zero, mismatch_metrics
 from nearpolicy.diagnostics.position import NAME

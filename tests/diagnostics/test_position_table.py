@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.diagnostics.position import EDGES, LAYOUT, NAME, PositionLog, position_table
 from nearpolicy.methods import METHODS, method, policy_loss

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.diagnostics.truncation import MOST, TruncationTokens
 from nearpolicy.rollout import Outcome, Rollout, Score, Scored, Source, StopReason, collate

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.objective.advantages import group_advantages, overlong_penalty

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.errors import UsageError
 from nearpolicy.objective.stats import bootstrap_interval, ess, kl_estimate, kl_penalty, paired_difference, pass_at_k

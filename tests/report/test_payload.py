@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import EDGES, make_run, rollout_row
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.report.payload import counted, grid, histogram, pass_at_k, rounded, shared_columns, thin, trimmed
 from nearpolicy.report.read import Column, read_run

@@ -1,8 +1,7 @@
 """Stop strings over tokens that are pieces of characters, several characters, or spaces."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nearpolicy.sampler.stops import StopStrings
 

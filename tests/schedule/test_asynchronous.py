@@ -6,8 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.errors import DataError, EngineError, UsageError
 from nearpolicy.methods import method

@@ -5,8 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors import SafetensorError
 
 from nearpolicy.errors import CheckpointError

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from experiments import LRS, METHODS, plan_of, write_run
 from nearpolicy.errors import DataError

@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import nearpolicy.tasks.arithmetic as module
 from nearpolicy.errors import DataError, UsageError

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 from hostile_programs import CHECKED, RUN
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.build import build_task
 from nearpolicy.errors import DataError, UsageError
@@ -14,8 +13,7 @@ from nearpolicy.layers import resolve
 from nearpolicy.protocols import ScoreItem
 from nearpolicy.rollout import Outcome
 from nearpolicy.suites import Benchmark
-from nearpolicy.tasks import code as code_module
-from nearpolicy.tasks import sandbox
+from nearpolicy.tasks import code as code_module, sandbox
 from nearpolicy.tasks.code import TOLERANCE, adapt, check_rewards, code, code_task, same_output, same_value
 from nearpolicy.tasks.functions import RewardSpec
 from nearpolicy.tasks.inside.judge import foreign_names

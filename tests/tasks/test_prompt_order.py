@@ -1,8 +1,7 @@
 """One integer resumes the order of prompts, wherever it stands."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.errors import CheckpointError, DataError
 from nearpolicy.tasks.order import PromptOrder

@@ -8,8 +8,7 @@ from types import ModuleType
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nearpolicy.errors import DataError, UsageError
 from nearpolicy.tasks.functions import RewardSpec

@@ -6,8 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nearpolicy.errors import UsageError
 from nearpolicy.trainer.trackers import JsonlTracker, TensorBoardTracker, WandbTracker

@@ -72,8 +72,9 @@ def test_one_worker_without_lag_equals_sync_bit_for_bit_and_resumes(sync_run, tm
     build.train(build.config_for(["train.steps=4"], out), out, resume=True, say=quiet, report=False)
     assert equal(weights(out, 4), weights(sync_run, 4))
     for a, b in zip(rows(out), rows(sync_run), strict=True):
-        same = {k for k in a.keys() & b.keys() if k.startswith(("reward/", "weight/m", "response/", "stale/", "train/"))}
-        assert len(same) > 15
+        same = {k for k in a.keys() & b.keys() if k.startswith(("reward/", "weight/", "ratio/", "response/", "stale/", "train/"))}
+        same = {k for k in same if not k.startswith(("weight/log_", "ratio/log_"))}  # histograms of rounding around 0
+        assert len(same) > 20
         for name in same:
             assert a[name] == pytest.approx(b[name], rel=1e-6), name  # a last bit may differ where arrays lie otherwise in memory
     again = tmp_path / "again"
